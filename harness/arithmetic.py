@@ -1,0 +1,97 @@
+"""The arithmetic an algorithm is written in: one method is one rounding point, named by its stage.
+
+Every method computes in the recipe's base format and rounds once, to the format of its stage; a stage the recipe
+leaves out keeps the base. Under `fp64` the same text is a second truth, under a low-precision recipe it is the
+emulation of that precision, and a watcher sees each value before and after its rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.formats import FloatFormat, get_format
+from harness.recipe import STAGES, Recipe
+from harness.rounding import round_to
+
+DTYPES = {
+    "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
+    "fp16": torch.float16, "fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Block:
+    """Which part of the score matrix is at work: `rows` query rows from `row`, keys from `key`."""
+
+    row: int = 0
+    rows: int = 0
+    key: int = 0
+
+
+# stage, value before its rounding, value after it, where it stands
+Watcher = Callable[[str, Tensor, Tensor, Block], None]
+
+
+class Arithmetic:
+    """Operations of one recipe. `flops` counts 2·M·N·K of every product (of the products done, not of the visible).
+
+    NaN and ±Inf propagate by IEEE 754, except where the recipe's overflow policy says otherwise. Results are in the
+    base dtype. Tensors given to `cast` and the operations may be overwritten: pass what nothing else uses.
+    """
+
+    def __init__(self, recipe: Recipe, watch: Watcher | None = None) -> None:
+        self.recipe = recipe
+        self.dtype = DTYPES[recipe.base]
+        self.watch = watch
+        self.block = Block()
+        self.flops = 0
+        self._at: dict[str, tuple[FloatFormat, str]] = {
+            s: (get_format(recipe.at[s]), recipe.policy(s)) for s in STAGES if s in recipe.at
+        }
+
+    def cast(self, x: Tensor, stage: str) -> Tensor:
+        """The rounding point."""
+        target = self._at.get(stage)
+        y = x if target is None else round_to(x, target[0], overflow=target[1])
+        if self.watch is not None:
+            self.watch(stage, x, y, self.block)
+        return y
+
+    def matmul(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
+        """a @ b. Operands of up to 11 bits have exact products in FP32: this is a tensor core that accumulates in
+        FP32, up to the order of the sum."""
+        self.flops += 2 * a.numel() * b.shape[-1]
+        return self.cast(a @ b, stage)
+
+    def mul(self, x: Tensor, c: Tensor | float, stage: str) -> Tensor:
+        return self.cast(x * c, stage)
+
+    def add(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
+        return self.cast(a + b, stage)
+
+    def sub(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
+        return self.cast(a - b, stage)
+
+    def div(self, a: Tensor, b: Tensor | float, stage: str) -> Tensor:
+        return self.cast(a / b, stage)
+
+    def exp(self, x: Tensor, stage: str) -> Tensor:
+        return self.cast(torch.exp(x), stage)
+
+    def tanh(self, x: Tensor, stage: str) -> Tensor:
+        return self.cast(torch.tanh(x), stage)
+
+    def sum(self, x: Tensor, stage: str) -> Tensor:
+        """Sum over the last axis, kept. The additions run in the base format."""
+        return self.cast(x.sum(-1, keepdim=True), stage)
+
+    def rescale_add(self, a: Tensor, x: Tensor, y: Tensor, stage: str) -> Tensor:
+        """a·x + y. Where the stage is rounded the product is stored first (an eager multiply, then an add)."""
+        product = a * x
+        if stage in self._at:
+            product = round_to(product, *self._at[stage])
+        return self.cast(product + y, stage)

@@ -1,0 +1,1 @@
+"""The attention algorithms, each written once over `harness.arithmetic`."""

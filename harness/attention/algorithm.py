@@ -1,0 +1,113 @@
+"""An attention algorithm as an implementation: inputs admitted, body run under a recipe, output in its dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness._frozen import FrozenMap
+from harness.arithmetic import DTYPES, Arithmetic, Watcher
+from harness.attention.rows import Problem
+from harness.operands import NO_EXTRAS, Extras, check
+from harness.quantize import Stored, admit, quantize
+from harness.recipe import TENSORS, Recipe, get_recipe
+from harness.spec import AttentionSpec, Shape
+
+
+@dataclass(frozen=True)
+class Result:
+    """`out` `[B, H, L, E]` in the recipe's output dtype, `lse` `[B, H, L]` (natural log) in the base dtype or None
+    where the implementation gives none, and the FLOPs of the products that were computed."""
+
+    out: Tensor
+    lse: Tensor | None = None
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """One algorithm written over `Arithmetic`. `options` are the body's parameters and their defaults."""
+
+    name: str
+    body: Callable[..., tuple[Tensor, Tensor]]
+    causal_only: bool = False
+    subtracts_max: bool = True
+    options: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "options", FrozenMap(self.options))
+
+    def refusals(
+        self, spec: AttentionSpec, shape: Shape, recipe: str | Recipe, extras: tuple[str, ...] = ()
+    ) -> tuple[str, ...]:
+        """Why this algorithm cannot do the case; empty when it can."""
+        get_recipe(recipe)
+        if self.causal_only and not spec.causal:
+            return (f"{self.name} computes causal attention alone; the case is not causal",)
+        return ()
+
+    def run(
+        self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, recipe: str | Recipe = "fp32",
+        mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
+        kv_lens: Tensor | None = None, scales: Any = None, quantize: bool = False,
+        watch: Watcher | None = None, **options: int,
+    ) -> Result:  # fmt: skip
+        """Attention of q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]` under a recipe.
+
+        NaN and ±Inf of visible inputs propagate, those of hidden keys do not; a row that sees nothing follows
+        `spec.empty_row`. q, k and v hold stored values: codes times `scales=(q, k, v)` where the recipe scales.
+        `quantize=True` rounds (and scales) them first. `watch` sees every rounding. Runs on q's device.
+
+        Raises ValueError for shapes that do not fit, a value the storage format cannot hold, an unknown recipe or
+        option, and a case this algorithm refuses.
+        """
+        recipe, spec = get_recipe(recipe), spec or AttentionSpec()
+        shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
+        if refused := self.refusals(spec, shape, recipe, extras.given):
+            raise ValueError("; ".join(refused))
+        return self.run_stored(store((q, k, v), recipe, scales, quantize), spec, recipe, extras, watch, **options)
+
+    def run_stored(
+        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe,
+        extras: Extras = NO_EXTRAS, watch: Watcher | None = None, **options: int,
+    ) -> Result:  # fmt: skip
+        """`run` on inputs that are stored already."""
+        chosen = {**self.options, **options}
+        for name, value in options.items():
+            if name not in self.options or value < 1:
+                allowed = ", ".join(f"{o} ≥ 1" for o in self.options) or "none"
+                raise ValueError(f"option {name}={value} for {self.name}; allowed: {allowed}")
+        arithmetic = Arithmetic(recipe, watch)
+        out, lse = self.body(arithmetic, _problem(stored, spec, extras, arithmetic.dtype), **chosen)
+        dtype = DTYPES[recipe.out_format]
+        return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, arithmetic.flops)
+
+
+def store(
+    tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any = None, round_first: bool = False
+) -> tuple[Stored, Stored, Stored]:
+    """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
+    scales = (None, None, None) if scales is None else tuple(scales)
+    if len(scales) != 3:
+        raise ValueError(f"scales has {len(scales)} entries; allowed: three, for q, k and v, each a tensor or None")
+    take = quantize if round_first else admit
+    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
+    return q, k, v
+
+
+def _problem(stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, extras: Extras, dtype: torch.dtype) -> Problem:
+    q, k, v = stored
+    v_codes, v_scale = v.codes, v.scale
+    if v_scale is not None and v_scale.shape[2] > 1:
+        # A scale per token sits inside the sum over keys: V is descaled on load, in the base format.
+        v_codes, v_scale = v_codes * v_scale, None
+    (b, h, length, d), (_, hk, s, e) = q.codes.shape, v.codes.shape
+    return Problem(
+        Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e), spec, extras,
+        q.codes.to(dtype), k.codes.to(dtype), v_codes.to(dtype), q.scale, k.scale, v_scale,
+        v_finite=bool(torch.isfinite(v.codes).all()),
+    )  # fmt: skip

@@ -1,0 +1,58 @@
+"""Online softmax: key blocks with a running max (Milakov and Gimelshein 2018; FlashAttention-2, algorithm 1).
+
+For each key block j:
+    m' = max(m, rowmax S_j)      a = exp(m − m')      P_j = exp(S_j − m')
+    l  = a·l + rowsum P_j        O = a·O + P_j V_j    m = m'
+and at the end O / l, lse = m + ln l. P is always unnormalised here, whatever `Recipe.normalise` says.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from harness.arithmetic import Arithmetic
+from harness.attention.algorithm import Algorithm
+from harness.attention.rows import Problem, finish, key_range, probs_times_v, scores, sink_logits
+
+
+def online_softmax(ar: Arithmetic, p: Problem, block: int = 128, q_block: int = 512) -> tuple[Tensor, Tensor]:
+    """`block` keys at a time, for `q_block` query rows at a time."""
+    parts = []
+    for start in range(0, max(p.shape.q_len, 1), q_block):
+        rows = slice(start, min(start + q_block, p.shape.q_len))
+        parts.append(_stream(ar, p, rows, block))
+    return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
+
+
+def _stream(ar: Arithmetic, p: Problem, rows: slice, block: int) -> tuple[Tensor, Tensor]:
+    sh = p.shape
+    size = (sh.batch, sh.Hkv, sh.group * (rows.stop - rows.start))
+    o = p.q.new_zeros(*size, sh.E)
+    l = p.q.new_zeros(*size, 1)
+    m = torch.full_like(l, -math.inf)
+    sink = sink_logits(ar, p, rows)
+    if sink is not None:  # a key with value 0 that comes first
+        m = sink.expand_as(m)
+        l = (m > -math.inf).to(l.dtype)
+
+    seen = key_range(p, rows)
+    for start in range(seen.start, seen.stop, block):
+        keys = slice(start, min(start + block, seen.stop))
+        s = scores(ar, p, rows, keys)
+        m_new = torch.maximum(m, s.amax(-1, keepdim=True))
+        base = m_new.masked_fill(m_new == -math.inf, 0.0)  # a row that has seen nothing yet
+        a = ar.exp(ar.sub(m, base, "shifted"), "rescale")
+        e = ar.exp(ar.sub(s, base, "shifted"), "exp")
+        w = ar.cast(e * ar.recipe.p_scale, "probs")
+        part = ar.sum(w / ar.recipe.p_scale if ar.recipe.row_sum == "after" else e, "row_sum")
+        l = ar.rescale_add(a, l, part, "row_sum")
+        o = ar.rescale_add(a, o, probs_times_v(ar, p, w, rows, keys, "block_out"), "acc")
+        m = m_new
+    empty = m == -math.inf
+    return finish(ar, p, o, l, m + l.log(), empty)
+
+
+ONLINE_SOFTMAX = Algorithm("online_softmax", online_softmax, options={"block": 128, "q_block": 512})

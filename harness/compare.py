@@ -1,0 +1,74 @@
+"""Distance of an output from a truth: classes first, then errors in FP64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from harness.records import Errors
+from harness.rounding import ulp
+
+
+def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
+    """Errors of `out` `[B, H, L, E]` (any float dtype) against `truth` (FP64), ulps in the format `fmt`.
+
+    NaN, +Inf and −Inf are classes: a position where they differ is a mismatch of its class, and takes no part in the
+    figures, which cover the elements finite in both. Raises ValueError when the shapes differ.
+    """
+    if out.shape != truth.shape:
+        raise ValueError(f"output is {tuple(out.shape)} and truth {tuple(truth.shape)}; allowed: one shape")
+    x, t = out.to(torch.float64), truth.to(torch.float64)
+    finite = torch.isfinite(x) & torch.isfinite(t)
+    count = int(finite.sum())
+    nan = posinf = neginf = 0
+    if count < x.numel():
+        nan = int((torch.isnan(x) != torch.isnan(t)).sum())
+        posinf = int(((x == math.inf) != (t == math.inf)).sum())
+        neginf = int(((x == -math.inf) != (t == -math.inf)).sum())
+        delta = torch.where(finite, x - t, 0.0)
+        x, t = torch.where(finite, x, 0.0), torch.where(finite, t, 0.0)
+    else:
+        delta = x - t
+    return Errors(count, nan, posinf, neginf, **_figures(x, t, delta, finite, count, fmt))
+
+
+def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor, count: int, fmt: str) -> dict[str, object]:
+    if count == 0:
+        names = ("max_abs", "rmse", "rel_l2", "rel_l1", "cosine", "sqnr_db", "max_ulp", "p99_ulp", "bias_ulp", "slope")
+        return dict.fromkeys((*names, "truth_rms"), math.nan)
+    size = delta.abs()
+    in_ulps = delta / ulp(t, fmt)
+    square, power, cross = (float(torch.dot(a.reshape(-1), b.reshape(-1))) for a, b in ((delta, delta), (t, t), (x, t)))
+    own = float(torch.dot(x.reshape(-1), x.reshape(-1)))
+    rank = math.ceil(0.99 * count)
+    ulps = (in_ulps if count == x.numel() else in_ulps[finite]).abs().flatten()
+    return {
+        "max_abs": float(size.max()),
+        "rmse": math.sqrt(square / count),
+        "rel_l2": _ratio(math.sqrt(square), math.sqrt(power)),
+        "rel_l1": _ratio(float(size.sum()), float(t.abs().sum())),
+        "cosine": _ratio(cross, math.sqrt(own) * math.sqrt(power)) if own or power else 1.0,
+        "sqnr_db": math.inf if square == 0 else (10 * math.log10(power / square) if power else -math.inf),
+        "max_ulp": float(ulps.max()),
+        "p99_ulp": float(ulps.kthvalue(rank).values),
+        "bias_ulp": float(in_ulps.sum()) / count,
+        "slope": _ratio(cross - power, power),
+        "truth_rms": math.sqrt(power / count),
+        "worst": tuple(int(n) for n in unravel(int(size.argmax()), size.shape)),
+    }
+
+
+def _ratio(a: float, b: float) -> float:
+    """a / b; 0/0 is 0 (a zero output met exactly), a/0 is ±Inf."""
+    return a / b if b else (0.0 if a == 0 else math.copysign(math.inf, a))
+
+
+def unravel(flat: int, shape: torch.Size) -> list[int]:
+    """Index of a flat position in a contiguous tensor."""
+    index = []
+    for size in reversed(shape):
+        flat, rest = divmod(flat, size)
+        index.append(rest)
+    return index[::-1]

@@ -1,0 +1,104 @@
+"""Failures that are meant: `cases/deviations.toml`, each with its reason and an expiry.
+
+A cell that fails as listed shows as *known* and does not set exit code 1. An entry that matches nothing in a run that
+covers it, or that has expired, is itself a failure: a list nobody checks only grows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import tomllib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from harness.records import Record, Status
+
+_FIELDS = ("implementation", "case", "recipe", "status", "reason", "link", "expires")
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """One entry: globs over implementation, case id and recipe, and the status expected there."""
+
+    implementation: str
+    case: str
+    recipe: str
+    status: Status
+    reason: str
+    link: str
+    expires: datetime.date
+
+    def covers(self, implementation: str, case: str, recipe: str) -> bool:
+        return (
+            fnmatchcase(implementation, self.implementation)
+            and fnmatchcase(case, self.case)
+            and fnmatchcase(recipe, self.recipe)
+        )
+
+    def matches(self, record: Record) -> bool:
+        return record.status is self.status and self.covers(*self._cell(record))
+
+    @staticmethod
+    def _cell(record: Record) -> tuple[str, str, str]:
+        return record.implementation, record.case, record.recipe
+
+    def __str__(self) -> str:
+        return f"{self.implementation} × {self.case} × {self.recipe} → {self.status.value}"
+
+
+@dataclass(frozen=True)
+class Review:
+    """Records split by the deviations: `known` failures, `unexpected` ones, and entries that need attention."""
+
+    known: tuple[tuple[Record, Deviation], ...]
+    unexpected: tuple[Record, ...]
+    unmatched: tuple[Deviation, ...]
+    expired: tuple[Deviation, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not (self.unexpected or self.unmatched or self.expired)
+
+
+def load_deviations(path: Path) -> tuple[Deviation, ...]:
+    """Entries of a TOML file of `[[deviation]]` tables. Raises ValueError naming the entry that is wrong."""
+    try:
+        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("deviation", [])
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+    return tuple(_entry(path, number, e) for number, e in enumerate(entries, 1))
+
+
+def _entry(path: Path, number: int, entry: dict[str, object]) -> Deviation:
+    where = f"{path}, deviation {number}"
+    if set(entry) != set(_FIELDS):
+        raise ValueError(f"{where} has {', '.join(sorted(entry)) or 'nothing'}; allowed: exactly {', '.join(_FIELDS)}")
+    status, expires = str(entry["status"]), entry["expires"]
+    if status not in Status.__members__:
+        raise ValueError(f"{where} has status {status!r}; allowed: {', '.join(Status.__members__)}")
+    if not isinstance(expires, datetime.date):
+        raise ValueError(f"{where} has expires {expires!r}; allowed: a date such as 2027-12-31, without quotes")
+    texts = [str(entry[f]) for f in ("implementation", "case", "recipe")]
+    return Deviation(*texts, Status(status), str(entry["reason"]), str(entry["link"]), expires)
+
+
+def review(records: Iterable[Record], deviations: Iterable[Deviation], today: datetime.date) -> Review:
+    """Sort failures into known and unexpected. An entry is unmatched when the run holds cells it covers that ended
+    in a different way in every one of them."""
+    records, deviations = list(records), list(deviations)
+    failing = [r for r in records if r.status in (Status.FAIL, Status.ERROR)]
+    active = [d for d in deviations if d.expires >= today]
+    known, unexpected, used = [], [], set()
+    for record in failing:
+        match = next((d for d in active if d.matches(record)), None)
+        if match is None:
+            unexpected.append(record)
+        else:
+            known.append((record, match))
+        used.update(d for d in active if d.matches(record))
+    cells = {Deviation._cell(r) for r in records}
+    covered = [d for d in deviations if any(d.covers(*cell) for cell in cells)]
+    unmatched = tuple(d for d in covered if d in active and d not in used)
+    return Review(tuple(known), tuple(unexpected), unmatched, tuple(d for d in covered if d not in active))

@@ -1,0 +1,120 @@
+"""The tensors of one attention call, checked once: nothing after this asks whether shapes fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.spec import AttentionSpec, Shape
+
+_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What an attention call may carry besides q, k and v.
+
+    `mask`: bool, True = attend, broadcasts to `[B, H, L, S]`. `bias`: added to the scaled and softcapped scores,
+    same broadcast, −∞ hides. `sinks`: `[H]`, logits that join the denominator with a value of 0. `kv_lens`: `[B]`
+    integers, keys from there on are hidden, and bottom-right alignment meets each sequence's own last key.
+    """
+
+    mask: Tensor | None = None
+    bias: Tensor | None = None
+    sinks: Tensor | None = None
+    kv_lens: Tensor | None = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of the options in use."""
+        return tuple(n for n in ("mask", "bias", "sinks", "kv_lens") if getattr(self, n) is not None)
+
+
+NO_EXTRAS = Extras()
+
+
+def check(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Any = None, bias: Any = None,
+    sinks: Any = None, kv_lens: Any = None,
+) -> tuple[Shape, Extras]:  # fmt: skip
+    """The shape of q, k, v and the extras as tensors on q's device.
+
+    Raises ValueError for anything that is not a tensor of the right rank, type, size or device, saying what was given
+    and what is allowed. Non-finite values are allowed everywhere.
+    """
+    if not isinstance(spec, AttentionSpec):
+        raise ValueError(f"spec is {spec!r}; allowed: a harness.AttentionSpec")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            given = f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__)
+            raise ValueError(f"{name} is {given}; allowed: a torch tensor [B, H, L, D]")
+        if x.dtype not in _FLOATS:
+            raise ValueError(f"{name} is {x.dtype}; allowed: {', '.join(str(d) for d in _FLOATS)}")
+        if x.device != q.device:
+            raise ValueError(f"{name} is on {x.device} and q on {q.device}; allowed: one device for all")
+    return _shape(q, k, v), _extras(q, k, mask, bias, sinks, kv_lens)
+
+
+def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    (b, h, length, d), (bk, hk, s, dk), (bv, hv, sv, e) = q.shape, k.shape, v.shape
+    if not b == bk == bv:
+        raise ValueError(f"batch sizes are q {b}, k {bk}, v {bv}; allowed: one for all")
+    if hk != hv:
+        raise ValueError(f"kv heads are k {hk}, v {hv}; allowed: one for both")
+    if h < 1 or hk < 1 or h % hk:
+        raise ValueError(f"q has {h} heads and k {hk}; allowed: at least 1, and q's a multiple of k's (GQA)")
+    if d != dk:
+        raise ValueError(f"head_dim is q {d}, k {dk}; allowed: one for both (v's width may differ)")
+    if s != sv:
+        raise ValueError(f"kv_len is k {s}, v {sv}; allowed: one for both")
+    return Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e)
+
+
+def _extras(q: Tensor, k: Tensor, mask: Any, bias: Any, sinks: Any, kv_lens: Any) -> Extras:
+    (b, h, length, _), s = q.shape, k.shape[2]
+    if mask is not None:
+        if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
+            raise ValueError(f"mask is {_name(mask)}; allowed: a bool tensor, True = attend (bias= takes numbers)")
+        mask = _broadcast("mask", mask, (b, h, length, s)).to(q.device)
+    if bias is not None:
+        if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
+            raise ValueError(f"bias is {_name(bias)}; allowed: a floating-point tensor (mask= takes bool)")
+        bias = _broadcast("bias", bias, (b, h, length, s)).to(q.device)
+    if sinks is not None:
+        sinks = torch.as_tensor(sinks)
+        if sinks.shape != (h,) or not sinks.dtype.is_floating_point:
+            raise ValueError(f"sinks is {_name(sinks)}; allowed: a floating-point tensor [{h}], one per query head")
+        sinks = sinks.to(q.device)
+    if kv_lens is not None:
+        kv_lens = torch.as_tensor(kv_lens)
+        if kv_lens.shape != (b,) or kv_lens.dtype.is_floating_point or kv_lens.dtype is torch.bool:
+            raise ValueError(f"kv_lens is {_name(kv_lens)}; allowed: integers [{b}], one per sequence")
+        if kv_lens.numel() and (int(kv_lens.min()) < 0 or int(kv_lens.max()) > s):
+            raise ValueError(f"kv_lens is {kv_lens.tolist()}; allowed: 0 to kv_len = {s}")
+        kv_lens = kv_lens.to(q.device, torch.int64)
+    return Extras(mask, bias, sinks, kv_lens)
+
+
+def _name(x: Any) -> str:
+    return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x).__name__)
+
+
+def _broadcast(name: str, x: Tensor, full: tuple[int, int, int, int]) -> Tensor:
+    """`x` as a 4-D view whose axes are 1 or full: slices of it stay small."""
+    if x.dim() <= 4:
+        x = x[(None,) * (4 - x.dim())]
+        if all(have in (1, want) for have, want in zip(x.shape, full, strict=True)):
+            return x
+    raise ValueError(f"{name} is {_name(x)}; allowed: a shape that broadcasts to [B, H, L, S] = {list(full)}")
+
+
+def slice_rows_keys(x: Tensor, rows: slice, keys: slice) -> Tensor:
+    """Rows and keys of a broadcast `[B|1, H|1, L|1, S|1]` tensor."""
+    if x.shape[2] != 1:
+        x = x[:, :, rows]
+    if x.shape[3] != 1:
+        x = x[..., keys]
+    return x

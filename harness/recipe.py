@@ -1,0 +1,191 @@
+"""Recipes: which number is rounded to which format at which stage, and how inputs are scaled.
+
+A recipe holds no arithmetic. `harness.arithmetic` reads it while an algorithm runs, `harness.quantize` while its
+inputs are stored.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from harness._frozen import FrozenMap
+from harness.formats import get_format
+
+# Rounding points in the order data meets them. `scores_raw`: q·k. `scores`: every later store of S (scale, softcap,
+# bias). `shifted`: s − m. `block_out`: P·V of one KV block. `acc`: the output before it is divided.
+STAGES = (
+    "scores_raw", "scores", "shifted", "exp", "rescale", "row_sum", "probs", "block_out", "acc", "out",
+)  # fmt: skip
+TENSORS = ("q", "k", "v")
+GRANULARITIES = ("tensor", "head", "token")
+SOURCES = ("amax", "given", "unit")
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """How a tensor is brought into its storage format's range: stored value = code · scale.
+
+    `source`: `amax` maps the largest finite magnitude to the format's max, `given` takes the caller's scales,
+    `unit` is 1 everywhere. `granularity`: one scale for the tensor, for a head, or for a token (row).
+    `power_of_two` rounds an amax scale up to a power of two, so that scaling is exact.
+    """
+
+    granularity: str = "head"
+    source: str = "amax"
+    power_of_two: bool = False
+
+    def __post_init__(self) -> None:
+        if self.granularity not in GRANULARITIES:
+            raise ValueError(f"granularity is {self.granularity!r}; allowed: {', '.join(GRANULARITIES)}")
+        if self.source not in SOURCES:
+            raise ValueError(f"scale source is {self.source!r}; allowed: {', '.join(SOURCES)}")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """One way to compute attention in limited precision.
+
+    `base`: format of the arithmetic between rounding points, fp32 or fp64. `storage`: format of q, k and v.
+    `at`: stage → format rounded to there; a stage left out keeps the base. `overflow`: stage or tensor → policy,
+    else the format's own. `scaling`: tensor → Scaling, for those that have one. `p_scale`: factor on P before its
+    cast, divided out again. `row_sum`: the denominator sums P `before` or `after` its cast. `normalise`: divide by
+    the denominator `late` (after PV: flash kernels) or `early` (P is normalised before its cast: eager softmax;
+    algorithms that stream over key blocks always divide late).
+
+    Raises ValueError for a name, stage, format or policy that does not exist.
+    """
+
+    name: str
+    base: str = "fp32"
+    storage: Mapping[str, str] = field(default_factory=dict)
+    at: Mapping[str, str] = field(default_factory=dict)
+    overflow: Mapping[str, str] = field(default_factory=dict)
+    scaling: Mapping[str, Scaling] = field(default_factory=dict)
+    p_scale: float = 1.0
+    row_sum: str = "before"
+    normalise: str = "late"
+
+    def __post_init__(self) -> None:
+        if not self.name or not isinstance(self.name, str):
+            raise ValueError(f"recipe name is {self.name!r}; allowed: a non-empty string")
+        _one_of("base", self.base, ("fp32", "fp64"))
+        _one_of("row_sum", self.row_sum, ("before", "after"))
+        _one_of("normalise", self.normalise, ("late", "early"))
+        if not (math.isfinite(self.p_scale) and self.p_scale > 0):
+            raise ValueError(f"p_scale is {self.p_scale}; allowed: a finite number > 0")
+        _keys("storage", self.storage, TENSORS)
+        _keys("at", self.at, STAGES)
+        _keys("scaling", self.scaling, TENSORS)
+        _keys("overflow", self.overflow, (*STAGES, *TENSORS))
+        object.__setattr__(self, "storage", FrozenMap({t: self.storage.get(t, self.base) for t in TENSORS}))
+        for name in ("at", "overflow", "scaling"):
+            object.__setattr__(self, name, FrozenMap(getattr(self, name)))
+        for fmt in (*self.storage.values(), *self.at.values()):
+            if get_format(fmt).precision > get_format(self.base).precision:
+                raise ValueError(f"{fmt} holds more than the base {self.base}; allowed: formats within the base")
+        for place, policy in self.overflow.items():
+            get_format(self.format_of(place)).check_overflow(policy)
+
+    def format_of(self, place: str) -> str:
+        """Format of a stage or of a stored tensor."""
+        return self.storage[place] if place in TENSORS else self.at.get(place, self.base)
+
+    def policy(self, place: str) -> str:
+        """Overflow policy of a stage or of a stored tensor."""
+        return get_format(self.format_of(place)).check_overflow(self.overflow.get(place))
+
+    @property
+    def out_format(self) -> str:
+        """Format of the output, in which its ulps are counted."""
+        return self.format_of("out")
+
+    @property
+    def storage_key(self) -> tuple[object, ...]:
+        """Recipes with equal keys store equal inputs, hence share one stored truth."""
+        return tuple((self.storage[t], self.policy(t), self.scaling.get(t)) for t in TENSORS)
+
+    @property
+    def digest(self) -> str:
+        """Everything but the name, as text: two recipes with equal digests compute the same."""
+        parts = [f"base={self.base}", f"p_scale={self.p_scale:g}", f"row_sum={self.row_sum}", f"normalise={self.normalise}"]
+        parts += [f"{t}={self.storage[t]}" for t in TENSORS]
+        parts += [f"{t}×{s.granularity}/{s.source}{'/2^n' * s.power_of_two}" for t, s in sorted(self.scaling.items())]
+        parts += [f"{s}→{self.at[s]}" for s in STAGES if s in self.at]
+        parts += [f"{p}!{self.overflow[p]}" for p in sorted(self.overflow)]
+        return " ".join(parts)
+
+
+def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise ValueError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
+
+
+def _keys(name: str, mapping: Mapping[str, object], allowed: tuple[str, ...]) -> None:
+    for key in mapping:
+        if key not in allowed:
+            raise ValueError(f"{name} names {key!r}; allowed: {', '.join(allowed)}")
+
+
+def _stored(fmt: str) -> dict[str, str]:
+    return dict.fromkeys(TENSORS, fmt)
+
+
+def _flash(fmt: str) -> Recipe:
+    """FP32 accumulation and statistics; P is cast to the storage format unnormalised, the output rounded once."""
+    return Recipe(fmt, storage=_stored(fmt), at={"probs": fmt, "out": fmt})
+
+
+def _eager(fmt: str) -> Recipe:
+    """Every stage rounded, softmax finished before P·V: what a chain of separate low-precision operators does."""
+    return Recipe(f"{fmt}_eager", storage=_stored(fmt), at=dict.fromkeys(STAGES, fmt), normalise="early")
+
+
+_FP8 = Recipe(
+    "fp8_e4m3",
+    storage=_stored("fp8_e4m3"),
+    at={"probs": "fp8_e4m3", "out": "bf16"},
+    scaling=dict.fromkeys(TENSORS, Scaling("head", "amax")),
+    p_scale=256.0,  # 2^8: exact, and P = 1 stays below 448 (FlashAttention-3, section 3.3)
+)
+
+RECIPES: dict[str, Recipe] = {
+    r.name: r
+    for r in (
+        Recipe("fp64", base="fp64"),
+        Recipe("fp32"),
+        _flash("bf16"),
+        _flash("fp16"),
+        _FP8,
+        _eager("bf16"),
+        _eager("fp16"),
+        # The notes' clamping: scores that overflow FP16 stay at ±65504 instead of becoming infinite.
+        replace(
+            _eager("fp16"), name="fp16_eager_clamped", overflow={"scores_raw": "saturate", "scores": "saturate"}
+        ),
+        replace(_FP8, name="fp8_e4m3_unscaled", scaling=dict.fromkeys(TENSORS, Scaling("tensor", "unit"))),
+        # An FP8 cache under a BF16 kernel: K and V are descaled on load, the rest is `bf16`.
+        Recipe(
+            "fp8_kv",
+            storage={"q": "bf16", "k": "fp8_e4m3", "v": "fp8_e4m3"},
+            at={"probs": "bf16", "out": "bf16"},
+            scaling=dict.fromkeys(("k", "v"), Scaling("head", "amax")),
+        ),
+    )
+}
+
+
+def get_recipe(recipe: str | Recipe) -> Recipe:
+    """A recipe by name (or itself). Raises ValueError naming the valid ones."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    try:
+        return RECIPES[recipe]
+    except (KeyError, TypeError):
+        raise ValueError(f"unknown recipe {recipe!r}; allowed: {', '.join(RECIPES)}") from None
+
+
+def recipes() -> tuple[str, ...]:
+    """Names of the built-in recipes."""
+    return tuple(RECIPES)

@@ -1,0 +1,252 @@
+"""Records: what one cell (case, implementation, recipe, seed) gave, one JSON line each.
+
+Non-finite numbers are written as the strings "nan", "inf" and "-inf": strict JSON has none. Writing needs only the
+standard library; reading validates with pydantic, which is imported there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from harness.files import write_atomically
+
+SCHEMA = "1.0"
+
+
+class Status(enum.Enum):
+    """What was found about the implementation. `advice` says what a reader does next."""
+
+    PASS = ("PASS", "nothing to do")
+    FAIL = ("FAIL", "read the reasons; the hazards say where the numbers left their format")
+    INCONCLUSIVE = ("INCONCLUSIVE", "this input cannot tell right from wrong; use a larger or better conditioned one")
+    REFUSED = ("REFUSED", "the implementation cannot do this case; the reasons say why")
+    ERROR = ("ERROR", "the implementation raised; the record keeps the traceback")
+
+    def __new__(cls, value: str, advice: str) -> Status:
+        member = object.__new__(cls)
+        member._value_ = value
+        member.advice = advice
+        return member
+
+    advice: str
+
+
+class HazardKind(enum.Enum):
+    """A way in which numbers leave their format. `advice` says what usually helps."""
+
+    OVERFLOW = ("overflow", "subtract the row max, scale before storing, or keep this stage in a wider format")
+    SATURATION = ("saturation", "values beyond the format's max were clamped to it: use a scale from amax")
+    NEAR_OVERFLOW = ("near-overflow", "less than 1 bit to the format's max: scale Q and K, or widen this stage")
+    STAGNATION = ("stagnation", "a running sum no longer moves when it is added to: accumulate in a wider format")
+    FLUSH = ("flush", "values below half the smallest subnormal became 0: scale up before the cast")
+    RESOLUTION = ("resolution", "one ulp of the largest score moves a probability by more than 5 %: widen the scores")
+    NON_FINITE = ("non-finite", "NaN or Inf that was not in the inputs: look at the first stage that shows it")
+    ZERO_AMAX = ("zero-amax", "a scale block is all zeros; its scale is 1, and 0/0 does not arise")
+
+    def __new__(cls, value: str, advice: str) -> HazardKind:
+        member = object.__new__(cls)
+        member._value_ = value
+        member.advice = advice
+        return member
+
+    advice: str
+
+
+@dataclass(frozen=True)
+class Hazard:
+    """One entry of the range ledger.
+
+    `source`: `predicted` from FP64 values or `observed` in the run. `peak`: the largest magnitude met at that stage;
+    `headroom_bits`: log2(format max / peak), negative beyond it. `count` of `total` elements are affected. `where`
+    is (b, h, i, j) of the first worst element: query row i and key or channel j.
+    """
+
+    kind: HazardKind
+    stage: str
+    format: str
+    source: str
+    peak: float
+    headroom_bits: float
+    count: int
+    total: int
+    where: tuple[int, ...] | None = None
+    lost_mass: float = 0.0
+
+    @property
+    def share(self) -> float:
+        return self.count / self.total if self.total else 0.0
+
+    def __str__(self) -> str:
+        place = "" if self.where is None else " at b={} h={} i={} j={}".format(*self.where)
+        return (
+            f"{self.kind.value} in {self.stage} ({self.format}, {self.source}): peak {self.peak:.4g},"
+            f" headroom {self.headroom_bits:+.2f} bits, {self.count} of {self.total}{place}"
+        )
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Distance of an output from a truth, in FP64, over elements finite in both (NUMERICS section 3).
+
+    `nan_mismatch`, `posinf_mismatch`, `neginf_mismatch` count positions of the classes that differ; where they are
+    not 0 the figures describe the remaining elements only. Ulps are of the output's format. With nothing to compare
+    (`count` 0), figures are NaN. `worst` is (b, h, i, c) of the largest absolute error.
+    """
+
+    count: int
+    nan_mismatch: int
+    posinf_mismatch: int
+    neginf_mismatch: int
+    max_abs: float
+    rmse: float
+    rel_l2: float
+    rel_l1: float
+    cosine: float
+    sqnr_db: float
+    max_ulp: float
+    p99_ulp: float
+    bias_ulp: float
+    slope: float
+    truth_rms: float
+    worst: tuple[int, ...] | None = None
+
+    @property
+    def class_mismatch(self) -> int:
+        return self.nan_mismatch + self.posinf_mismatch + self.neginf_mismatch
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Where a record was made. `isa` is torch's CPU capability: results differ in the last bits between them."""
+
+    device: str
+    cpu: str
+    isa: str
+    cores: int
+    threads: int
+    system: str
+    python: str
+    torch: str
+    numpy: str
+    harness: str
+    commit: str
+
+
+@dataclass(frozen=True)
+class Record:
+    """One cell. `errors` is against the stored truth, `total_errors` against the exact truth, `lse_errors` against
+    the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and
+    scales of K and V of all kv heads of the case. `flops` is the mathematics' count for the visible pairs,
+    `computed_flops` what the implementation's products took. `data` holds facts about the inputs, from FP64."""
+
+    case: str
+    group: str
+    shape: str
+    why: str
+    implementation: str
+    recipe: str
+    recipe_digest: str
+    seed: int
+    status: Status
+    reasons: tuple[str, ...]
+    errors: Errors | None
+    total_errors: Errors | None
+    lse_errors: Errors | None
+    hazards: tuple[Hazard, ...]
+    traceback: str
+    emulated: bool
+    run_ms: float
+    truth_ms: float
+    flops: int
+    computed_flops: int
+    kv_bytes_per_token: float
+    data: dict[str, float]
+    inputs_hash: str
+    output_hash: str
+    machine: Machine
+    created: str
+    schema: str = SCHEMA
+
+    @property
+    def group_key(self) -> tuple[str, str, str]:
+        """Case, implementation, recipe: seeds pool within it."""
+        return (self.case, self.implementation, self.recipe)
+
+    @property
+    def key(self) -> tuple[str, str, str, int]:
+        return (*self.group_key, self.seed)
+
+
+def pooled_rms(values: Iterable[float]) -> float:
+    """Root of the mean square: how seeds and heads pool (never the mean of RMSEs). NaN when empty or any is NaN."""
+    squares = [v * v for v in values]
+    return math.sqrt(math.fsum(squares) / len(squares)) if squares else math.nan
+
+
+def to_json(record: Record) -> str:
+    """One line, without a newline."""
+    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if dataclasses.is_dataclass(value):
+        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    return value
+
+
+def write_records(path: Path | str, records: Iterable[Record]) -> None:
+    """The whole file at once, by rename."""
+    write_atomically(Path(path), "".join(to_json(r) + "\n" for r in records))
+
+
+def read_records(path: Path | str) -> list[Record]:
+    """Records of a JSON Lines file. A last line cut off by a killed run is dropped; any other damage raises.
+
+    Raises ValueError naming the line, for text that is no record or of a newer major schema; FileNotFoundError.
+    """
+    return list(iter_records(path))
+
+
+def iter_records(path: Path | str) -> Iterator[Record]:
+    """`read_records`, one at a time."""
+    from pydantic import TypeAdapter, ValidationError
+
+    adapter = TypeAdapter(Record)
+    text = Path(path).read_text(encoding="utf-8")
+    lines = text.splitlines()
+    whole = len(lines) if text.endswith("\n") else len(lines) - 1
+    for number, line in enumerate(lines[:whole], 1):
+        if not line.strip():
+            continue
+        _check_schema(line, f"{path}, line {number}")
+        try:
+            yield adapter.validate_json(line)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(str(p) for p in first["loc"]) or "the line"
+            raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
+
+
+def _check_schema(line: str, where: str) -> None:
+    try:
+        schema = json.loads(line).get("schema", "")
+        major = int(str(schema).split(".")[0])
+    except (ValueError, AttributeError, RecursionError):
+        raise ValueError(f"{where} is not a record: no readable schema version") from None
+    if major > int(SCHEMA.split(".")[0]):
+        raise ValueError(f"{where} has schema {schema}; this version reads up to {SCHEMA}: update attention-harness")

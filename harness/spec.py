@@ -1,0 +1,148 @@
+"""What attention is to compute: the sizes (`Shape`) and the rules (`AttentionSpec`).
+
+With q_len = L, kv_len = S, query row i and key j (0-based), the position of row i among the keys is
+i + S − L when aligned bottom-right (the last query meets the last key) and i when aligned top-left. With ragged
+`kv_lens`, S is the row's own length. Then
+
+    s = scale·(q·k);  s = softcap·tanh(s / softcap);  s = s + bias;  hidden keys become −∞;  o = softmax(s) V
+
+and key j is visible when  j ≤ position (causal)  and  position − left ≤ j ≤ position + right (window).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+ALIGNMENTS = ("bottom-right", "top-left")
+EMPTY_ROWS = ("zero", "nan")
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """The rules of one attention call.
+
+    `window=(left, right)`: keys visible to either side of the query's own position, each ≥ 0 or None for
+    unlimited; a sliding window of w keys is `(w − 1, 0)`. `scale` None is head_dim^-½ (1 when head_dim is 0).
+    `softcap` None is off. `empty_row`: a row that sees no key is 0 with lse −∞ ("zero") or NaN ("nan").
+
+    Raises ValueError for a value outside these ranges.
+    """
+
+    causal: bool = False
+    align: str = "bottom-right"
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float | None = None
+    empty_row: str = "zero"
+
+    def __post_init__(self) -> None:
+        if self.align not in ALIGNMENTS:
+            raise ValueError(f"align is {self.align!r}; allowed: {', '.join(ALIGNMENTS)}")
+        if self.empty_row not in EMPTY_ROWS:
+            raise ValueError(f"empty_row is {self.empty_row!r}; allowed: {', '.join(EMPTY_ROWS)}")
+        if self.scale is not None and not math.isfinite(self.scale):
+            raise ValueError(f"scale is {self.scale}; allowed: a finite number, or None for head_dim^-0.5")
+        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap}; allowed: a finite number > 0, or None for off")
+        if self.window is not None:
+            object.__setattr__(self, "window", _window(self.window))
+
+    def scale_for(self, head_dim: int) -> float:
+        """The factor on q·k."""
+        if self.scale is not None:
+            return float(self.scale)
+        return 1.0 if head_dim == 0 else float(head_dim) ** -0.5
+
+    @property
+    def left(self) -> int | None:
+        """How many keys before its own position a row sees; None = all."""
+        return None if self.window is None else self.window[0]
+
+    @property
+    def right(self) -> int | None:
+        """How many keys after its own position a row sees; None = all. Causal means none."""
+        if self.causal:
+            return 0
+        return None if self.window is None else self.window[1]
+
+    def shift(self, q_len: int, kv_len: int) -> int:
+        """Position of query row 0 among the keys."""
+        return kv_len - q_len if self.align == "bottom-right" else 0
+
+
+def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
+    allowed = "a pair (left, right), each an integer ≥ 0 or None for unlimited"
+    if not isinstance(window, (tuple, list)) or len(window) != 2:
+        raise ValueError(f"window is {window!r}; allowed: {allowed}")
+    for side in window:
+        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+            raise ValueError(f"window is {window!r}; allowed: {allowed}")
+    return (window[0], window[1])
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of one attention problem: q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]`.
+
+    `kv_heads` None is `heads`; `kv_len` None is `q_len`; `value_dim` None is `head_dim`. Raises ValueError for a
+    negative size, no heads, or heads that kv_heads does not divide.
+    """
+
+    batch: int = 1
+    heads: int = 1
+    q_len: int = 1
+    head_dim: int = 64
+    kv_heads: int | None = None
+    kv_len: int | None = None
+    value_dim: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, default in (("kv_heads", self.heads), ("kv_len", self.q_len), ("value_dim", self.head_dim)):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, default)
+        for name, least in (
+            ("batch", 0), ("heads", 1), ("kv_heads", 1), ("q_len", 0), ("kv_len", 0), ("head_dim", 0), ("value_dim", 0)
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; allowed: an integer ≥ {least}")
+        if self.heads % self.Hkv:
+            raise ValueError(
+                f"{self.heads} query heads over {self.kv_heads} kv heads; allowed: a multiple of the kv heads"
+            )
+
+    @property
+    def Hkv(self) -> int:
+        assert self.kv_heads is not None
+        return self.kv_heads
+
+    @property
+    def S(self) -> int:
+        assert self.kv_len is not None
+        return self.kv_len
+
+    @property
+    def E(self) -> int:
+        assert self.value_dim is not None
+        return self.value_dim
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.heads // self.Hkv
+
+    def tensor(self, name: str) -> tuple[int, int, int, int]:
+        """Size of `q`, `k`, `v` or `out`."""
+        return {
+            "q": (self.batch, self.heads, self.q_len, self.head_dim),
+            "k": (self.batch, self.Hkv, self.S, self.head_dim),
+            "v": (self.batch, self.Hkv, self.S, self.E),
+            "out": (self.batch, self.heads, self.q_len, self.E),
+        }[name]
+
+    def __str__(self) -> str:
+        heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.kv_heads}"
+        lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}×{self.kv_len}"
+        width = f"{self.head_dim}" if self.E == self.head_dim else f"{self.head_dim}→{self.value_dim}"
+        return f"[{self.batch}, {heads}, {lengths}, {width}]"

@@ -1,0 +1,239 @@
+"""The FP64 truth: attention in double precision, by its own code.
+
+It shares nothing with the algorithms under test: its own visibility rule, its own softmax (two passes over a whole
+row, no running maximum), no `Arithmetic`. One head of one sequence at a time, a block of query rows against all the
+keys they can see, so that memory beyond inputs and outputs is rows · S · 8 bytes for a few buffers (`BUFFER_BYTES`).
+
+In the same pass it notes the ranges that the hazards are predicted from (`Ranges`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.operands import Extras, check, slice_rows_keys
+from harness.spec import AttentionSpec, Shape
+
+BUFFER_BYTES = 16 * 2**20  # of one score block; about four such buffers live at a time
+_OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
+
+
+@dataclass
+class Peak:
+    """The largest magnitude seen, and its (b, h, i, j)."""
+
+    value: float = 0.0
+    where: tuple[int, ...] | None = None
+
+    def see(self, magnitudes: Tensor, b: int, h: int, first_row: int, first_key: int) -> None:
+        """`magnitudes` ≥ 0, `[rows, keys]`; NaN is passed over."""
+        if magnitudes.numel() == 0:
+            return
+        top = float(magnitudes.max())
+        if math.isnan(top):
+            magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=math.inf)
+            top = float(magnitudes.max())
+        if top > self.value:
+            i, j = divmod(int(magnitudes.argmax()), magnitudes.shape[-1])
+            self.value, self.where = top, (b, h, first_row + i, first_key + j)
+
+
+@dataclass
+class Ranges:
+    """Ranges of the visible values, from FP64.
+
+    `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
+    `row_sum`: l. `probs_count[e]` and `probs_mass[e]`: how many exp(s − m) lie in (2^−(e+1), 2^−e], and their share of
+    the rows' denominators, summed over rows. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099.
+    """
+
+    raw: Peak = field(default_factory=Peak)
+    score: Peak = field(default_factory=Peak)
+    score_max: Peak = field(default_factory=Peak)
+    row_sum: Peak = field(default_factory=Peak)
+    pairs: int = 0
+    rows: int = 0
+    probs_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+    probs_mass: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+    exp_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Truth:
+    """`out` `[B, H, L, E]`, `lse` and `row_max` `[B, H, L]`, FP64. `row_max` is over visible keys, without the sink.
+
+    A row that sees no key has out 0, lse and row_max −∞ (lse is the sink's where there is one).
+    """
+
+    out: Tensor
+    lse: Tensor
+    row_max: Tensor
+    ranges: Ranges | None = None
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, mask: Tensor | None = None,
+    bias: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None, ranges: bool = False,
+) -> Truth:  # fmt: skip
+    """Attention in FP64 on the values given: q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]`.
+
+    NaN and ±Inf of visible keys and of the query propagate; hidden ones have no effect. A visible score of +Inf gives
+    NaN (∞ − ∞); one of −Inf weighs 0 and its value has no effect. A row without any weight is 0 with lse −∞, or NaN
+    under `empty_row="nan"`. Runs on q's device in FP64 whatever the inputs' dtype. `ranges` also collects the ranges.
+
+    Raises ValueError for shapes, types or options that do not fit.
+    """
+    spec = spec or AttentionSpec()
+    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
+    out = torch.zeros(shape.tensor("out"), dtype=torch.float64, device=q.device)
+    lse = torch.full(out.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
+    row_max = lse.clone()
+    noted = Ranges() if ranges else None
+    for b in range(shape.batch):
+        for kv_head in range(shape.Hkv):
+            keys, values = k[b, kv_head].double(), v[b, kv_head].double()
+            for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
+                head = _Head(b, h, q[b, h], keys, values, shape, spec, extras, noted)
+                for rows in _row_blocks(shape):
+                    out[b, h, rows], lse[b, h, rows], row_max[b, h, rows] = head.attend(rows)
+    return Truth(out, lse, row_max, noted)
+
+
+def _row_blocks(shape: Shape) -> Iterator[slice]:
+    size = max(1, min(256, BUFFER_BYTES // (8 * max(shape.S, 1))))
+    for start in range(0, shape.q_len, size):
+        yield slice(start, min(start + size, shape.q_len))
+
+
+@dataclass
+class _Head:
+    """One head of one sequence: q `[L, D]`, k `[S, D]` and v `[S, E]` in FP64."""
+
+    b: int
+    h: int
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    shape: Shape
+    spec: AttentionSpec
+    extras: Extras
+    noted: Ranges | None
+
+    def __post_init__(self) -> None:
+        self.length = self.shape.S if self.extras.kv_lens is None else int(self.extras.kv_lens[self.b])
+        self.shift = self.spec.shift(self.shape.q_len, self.length)
+        self.scale = self.spec.scale_for(self.shape.head_dim)
+        self.sink = -math.inf if self.extras.sinks is None else float(self.extras.sinks[self.h].double())
+        self.finite = bool(torch.isfinite(self.v).all())
+
+    def attend(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """out `[rows, E]`, lse and row max `[rows]`."""
+        keys = self._keys(rows)
+        s = self._scores(rows, keys)
+        top = s.amax(-1) if s.shape[-1] else s.new_full((s.shape[0],), -math.inf)
+        m = top if self.sink == -math.inf else top.clamp(min=self.sink)
+        empty = m == -math.inf
+        base = m.masked_fill(empty, 0.0)
+        p = torch.exp_(s.sub_(base[:, None])) if self.finite else torch.exp(s - base[:, None])
+        total = p.sum(-1) + torch.exp(self.sink - base)
+        out = (p @ self.v[keys] if self.finite else self._special(p, s, self.v[keys])) / total[:, None]
+        lse = base + total.log()
+        rule = 0.0 if self.spec.empty_row == "zero" else math.nan
+        if self.noted is not None:
+            _note_probs(self.noted, p, total, rows, keys, (self.b, self.h))
+        return (
+            out.masked_fill(empty[:, None], rule),
+            lse.masked_fill(empty, -math.inf if rule == 0 else rule),
+            top,
+        )
+
+    def _keys(self, rows: slice) -> slice:
+        """Keys inside which lies everything these rows see; `_hidden` decides within it."""
+        start, stop = 0, self.length
+        if self.spec.left is not None:
+            start = max(start, rows.start + self.shift - self.spec.left)
+        if self.spec.right is not None:
+            stop = min(stop, rows.stop + self.shift + self.spec.right)
+        start = min(start, self.length)
+        return slice(start, max(stop, start))
+
+    def _scores(self, rows: slice, keys: slice) -> Tensor:
+        """`[rows, keys]`, −∞ where hidden."""
+        s = self.q[rows].double() @ self.k[keys].T
+        hidden = self._hidden(rows, keys)
+        if self.noted is not None:
+            self.noted.raw.see(_magnitude(s, hidden), self.b, self.h, rows.start, keys.start)
+        s *= self.scale
+        if self.spec.softcap is not None:
+            s = self.spec.softcap * torch.tanh(s / self.spec.softcap)
+        if self.extras.bias is not None:
+            s = s + self._of_head(self.extras.bias, rows, keys).double()
+        if self.noted is not None:
+            _note_scores(self.noted, s, hidden, rows, keys, (self.b, self.h))
+        return s if hidden is None else s.masked_fill_(hidden, -math.inf)
+
+    def _of_head(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
+        """This head's part of a broadcast tensor, `[rows|1, keys|1]`."""
+        b, h = min(self.b, x.shape[0] - 1), min(self.h, x.shape[1] - 1)
+        return slice_rows_keys(x[b : b + 1, h : h + 1], rows, keys)[0, 0]
+
+    def _hidden(self, rows: slice, keys: slice) -> Tensor | None:
+        """Pairs hidden by causality, window or mask; None when there are none. Diagonals of triu and tril count from
+        the block's corner, where the offset key − position is `origin`."""
+        size = (rows.stop - rows.start, keys.stop - keys.start)
+        origin = keys.start - (rows.start + self.shift)
+        hidden = None
+        if self.spec.right is not None and origin + size[1] - 1 > self.spec.right:
+            hidden = self._ones(size).triu(self.spec.right - origin + 1)
+        if self.spec.left is not None and origin - (size[0] - 1) < -self.spec.left:
+            before = self._ones(size).tril(-self.spec.left - origin - 1)
+            hidden = before if hidden is None else hidden | before
+        if self.extras.mask is not None:
+            masked = ~self._of_head(self.extras.mask, rows, keys)
+            hidden = masked.expand(size) if hidden is None else hidden | masked
+        return hidden
+
+    def _ones(self, size: tuple[int, int]) -> Tensor:
+        return torch.ones(size, dtype=torch.bool, device=self.q.device)
+
+    @staticmethod
+    def _special(p: Tensor, s: Tensor, v: Tensor) -> Tensor:
+        """P·V where V holds NaN or ±Inf: a key of weight > 0 passes its own on, however small FP64 finds the weight."""
+        weighs = (s != -math.inf).double()
+        out = p @ v.masked_fill(~torch.isfinite(v), 0.0)
+        up, down = ((weighs @ (v == sign * math.inf).double()) > 0 for sign in (1, -1))
+        nan = (weighs @ torch.isnan(v).double()) > 0
+        out = torch.where(up, math.inf, torch.where(down, -math.inf, out))
+        return torch.where(nan | (up & down) | torch.isnan(p).any(-1, keepdim=True), math.nan, out)
+
+
+def _magnitude(s: Tensor, hidden: Tensor | None) -> Tensor:
+    return s.abs() if hidden is None else s.abs().masked_fill_(hidden, 0.0)
+
+
+def _note_scores(noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, keys: slice, at: tuple[int, int]) -> None:
+    place = (*at, rows.start, keys.start)
+    noted.score.see(_magnitude(s, hidden), *place)
+    positive = s.clamp(min=0.0) if hidden is None else s.clamp(min=0.0).masked_fill_(hidden, 0.0)
+    noted.score_max.see(positive, *place)
+    seen = s if hidden is None else s[~hidden]
+    octave = (seen * math.log2(math.e)).ceil_().nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1)
+    noted.exp_count += torch.bincount(octave.flatten().long(), minlength=_OCTAVES).double().cpu()
+
+
+def _note_probs(noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]) -> None:
+    noted.row_sum.see(total[:, None], *at, rows.start, keys.start)
+    noted.rows += p.shape[0]
+    weighed = (p > 0) & torch.isfinite(p)
+    values = p[weighed]
+    noted.pairs += values.numel()
+    mantissa, exponent = torch.frexp(values)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
+    octave = (-exponent + (mantissa == 0.5)).long().clamp_(0, _OCTAVES - 1)
+    noted.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
+    mass = (p / total[:, None])[weighed]
+    noted.probs_mass += torch.bincount(octave, weights=mass, minlength=_OCTAVES).double().cpu()
