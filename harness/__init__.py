@@ -1,0 +1,47 @@
+"""attention-harness: is this attention, in this precision, as accurate as it can be?
+
+Public names are imported when first used (PEP 562): `import harness` loads neither torch nor NumPy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_PUBLIC = {
+    "AttentionSpec": "harness.spec",
+    "Shape": "harness.spec",
+    "Case": "harness.case",
+    "Draw": "harness.case",
+    "load_cases": "harness.case",
+    "Recipe": "harness.recipe",
+    "Scaling": "harness.recipe",
+    "get_recipe": "harness.recipe",
+    "recipes": "harness.recipe",
+    "implementations": "harness.registry",
+    "get": "harness.registry",
+    "reference": "harness.truth",
+    "round_to": "harness.rounding",
+    "run": "harness.pipeline",
+    "read_records": "harness.records",
+    "write_records": "harness.records",
+    "Record": "harness.records",
+    "Status": "harness.records",
+}
+__all__ = sorted(_PUBLIC)
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module = _PUBLIC[name]
+    except KeyError:
+        raise AttributeError(f"module 'harness' has no attribute {name!r}; it has {', '.join(__all__)}") from None
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -7,8 +7,8 @@ emulation of that precision, and a watcher sees each value before and after its 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,8 +32,14 @@ class Block:
     key: int = 0
 
 
-# stage, value before its rounding, value after it, where it stands
-Watcher = Callable[[str, Tensor, Tensor, Block], None]
+class Watcher(Protocol):
+    """Sees every rounding of a run, and keeps nothing it is given: tensors may be overwritten afterwards."""
+
+    def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
+        """One rounding: `before` and `after` are one tensor where the stage keeps the base format."""
+
+    def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
+        """One step of a rounded running sum: held + added gave after."""
 
 
 class Arithmetic:
@@ -92,6 +98,10 @@ class Arithmetic:
     def rescale_add(self, a: Tensor, x: Tensor, y: Tensor, stage: str) -> Tensor:
         """a·x + y. Where the stage is rounded the product is stored first (an eager multiply, then an add)."""
         product = a * x
-        if stage in self._at:
-            product = round_to(product, *self._at[stage])
-        return self.cast(product + y, stage)
+        if stage not in self._at:
+            return self.cast(product + y, stage)
+        product = round_to(product, *self._at[stage])
+        total = self.cast(product + y, stage)
+        if self.watch is not None and stage == "row_sum":
+            self.watch.stagnation(stage, product, y, total)
+        return total

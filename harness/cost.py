@@ -5,6 +5,8 @@ One multiply-add counts as 2 FLOPs. Softmax, O(B·H·L·S), is left out, as the 
 
 from __future__ import annotations
 
+from functools import cache
+
 from harness.formats import get_format
 from harness.recipe import Recipe
 from harness.spec import AttentionSpec, Shape
@@ -12,6 +14,7 @@ from harness.spec import AttentionSpec, Shape
 SCALE_BYTES = 4  # scales are FP32
 
 
+@cache
 def visible_pairs(shape: Shape, spec: AttentionSpec) -> int:
     """Query–key pairs that causality and the window leave visible, of one head of one batch."""
     shift, last = spec.shift(shape.q_len, shape.S), shape.S - 1

@@ -50,6 +50,14 @@ class FloatFormat:
         return top * 2.0**self.emax
 
     @property
+    def overflow_threshold(self) -> float:
+        """Midpoint between max and the next step: beyond it rounding leaves the finite range (E4M3: 464, FP16: 65520).
+
+        At the midpoint itself the tie goes to even: infinity where the format has one, max in E4M3.
+        """
+        return self.max + 2.0 ** (self.emax - self.precision)
+
+    @property
     def min_normal(self) -> float:
         return 2.0**self.emin
 

@@ -48,7 +48,7 @@ class Ranges:
     """Ranges of the visible values, from FP64.
 
     `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
-    `row_sum`: l. `probs_count[e]` and `probs_mass[e]`: how many exp(s − m) lie in (2^−(e+1), 2^−e], and their share of
+    `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many exp(s − m) lie in (2^−(e+1), 2^−e], and their share of
     the rows' denominators, summed over rows. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099.
     """
 
@@ -56,6 +56,7 @@ class Ranges:
     score: Peak = field(default_factory=Peak)
     score_max: Peak = field(default_factory=Peak)
     row_sum: Peak = field(default_factory=Peak)
+    raw_square: float = 0.0
     pairs: int = 0
     rows: int = 0
     probs_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
@@ -167,7 +168,10 @@ class _Head:
         s = self.q[rows].double() @ self.k[keys].T
         hidden = self._hidden(rows, keys)
         if self.noted is not None:
-            self.noted.raw.see(_magnitude(s, hidden), self.b, self.h, rows.start, keys.start)
+            raw = _magnitude(s, hidden)
+            self.noted.raw.see(raw, self.b, self.h, rows.start, keys.start)
+            self.noted.raw_square += float((raw * raw).sum())
+            self.noted.pairs += raw.numel() - (0 if hidden is None else int(hidden.sum()))
         s *= self.scale
         if self.spec.softcap is not None:
             s = self.spec.softcap * torch.tanh(s / self.spec.softcap)
@@ -231,7 +235,6 @@ def _note_probs(noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slic
     noted.rows += p.shape[0]
     weighed = (p > 0) & torch.isfinite(p)
     values = p[weighed]
-    noted.pairs += values.numel()
     mantissa, exponent = torch.frexp(values)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
     octave = (-exponent + (mantissa == 0.5)).long().clamp_(0, _OCTAVES - 1)
     noted.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()

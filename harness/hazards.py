@@ -1,0 +1,228 @@
+"""The range ledger: where numbers leave their format, per stage, observed in a run and predicted from FP64 values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from harness.arithmetic import Block
+from harness.formats import FP32, FloatFormat, get_format
+from harness.quantize import Stored
+from harness.recipe import STAGES, TENSORS, Recipe
+from harness.records import Hazard, HazardKind
+from harness.spec import Shape
+from harness.truth import Ranges, Truth
+
+NEAR_BITS = 1.0  # headroom below which a stage is called near overflow
+# An error of one ulp of s in the exponent changes a probability by that factor: 2^-4 ≈ 6 %, E4M3's own roundoff.
+RESOLUTION_ULP = 2.0**-4
+
+
+@dataclass
+class _Stage:
+    """What was seen at one stage."""
+
+    total: int = 0
+    peak: float = 0.0
+    peak_at: tuple[int, ...] | None = None
+    overflowed: int = 0
+    overflowed_at: tuple[int, ...] | None = None
+    saturated: int = 0
+    flushed: int = 0
+    stagnated: int = 0
+    undefined: int = 0
+    undefined_at: tuple[int, ...] | None = None
+    mass_before: float = 0.0
+    mass_after: float = 0.0
+
+
+@dataclass
+class RangeLedger:
+    """A watcher for `Arithmetic`: counts what every rounding did. One ledger a run.
+
+    `shape` turns places in folded blocks into (b, h, i, j). Scores that are −∞ because a key is hidden do not count.
+    """
+
+    shape: Shape
+    recipe: Recipe
+    stages: dict[str, _Stage] = field(default_factory=dict)
+
+    def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
+        if after.numel() == 0:
+            return
+        seen = self.stages.setdefault(stage, _Stage())
+        seen.total += after.numel()
+        low, high = (float(x) for x in torch.aminmax(after))
+        if math.isnan(low) or math.isnan(high):
+            nan = torch.isnan(after)
+            seen.undefined += int(nan.sum())
+            seen.undefined_at = seen.undefined_at or self._place(nan, block)
+        if stage == "shifted":  # −∞ of hidden keys, and nothing that can overflow upwards
+            return
+        if math.isinf(low) or math.isinf(high) or math.isnan(low):
+            infinite = torch.isinf(after)
+            if seen.overflowed_at is None and bool(infinite.any()):
+                seen.overflowed_at = self._place(infinite, block)
+            seen.overflowed += int(infinite.sum())
+        if after is before:
+            self._peak(seen, max(-low, high), before, block)
+        else:
+            self._cast(seen, stage, before, after, block)
+
+    def _cast(self, seen: _Stage, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
+        fmt = get_format(self.recipe.format_of(stage))
+        low, high = (float(x) for x in torch.aminmax(before))
+        self._peak(seen, max(-low, high), before, block)
+        if self.recipe.policy(stage) == "saturate" and not max(-low, high) <= fmt.overflow_threshold:
+            seen.saturated += int(((before.abs() > fmt.overflow_threshold) & torch.isfinite(after)).sum())
+        seen.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
+        if stage == "probs":
+            seen.mass_before += float(before.sum(dtype=torch.float64))
+            seen.mass_after += float(after.sum(dtype=torch.float64))
+
+    def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
+        """A running sum that stayed where it was although something was added."""
+        stuck = (added != 0) & (after == held) & torch.isfinite(after)
+        self.stages.setdefault(stage, _Stage()).stagnated += int(stuck.sum())
+
+    def _peak(self, seen: _Stage, magnitude: float, x: Tensor, block: Block) -> None:
+        if magnitude > seen.peak or (math.isnan(magnitude) and seen.peak_at is None):
+            if not math.isfinite(magnitude):
+                x = torch.where(torch.isfinite(x), x, 0.0)
+                magnitude = float(x.abs().amax())
+                if magnitude <= seen.peak:
+                    return
+            seen.peak, seen.peak_at = magnitude, self._place(x.abs() == magnitude, block)
+
+    def _place(self, hit: Tensor, block: Block) -> tuple[int, ...] | None:
+        """(b, h, i, j) of the first True of a folded `[B, Hkv, G·rows, n]`; j counts from the block's first key."""
+        if hit.dim() != 4 or not bool(hit.any()):
+            return None
+        flat = int(hit.flatten().int().argmax())
+        flat, column = divmod(flat, hit.shape[3])
+        flat, row = divmod(flat, hit.shape[2])
+        b, kv_head = divmod(flat, hit.shape[1])
+        rows = max(block.rows, 1)
+        if hit.shape[1] == self.shape.Hkv and hit.shape[2] == self.shape.group * rows:
+            head, row = kv_head * self.shape.group + row // rows, row % rows
+        else:  # already unfolded: the output
+            head = kv_head
+        return b, head, block.row + row, block.key + column if hit.shape[3] > 1 else 0
+
+    def hazards(self) -> Iterator[Hazard]:
+        """Entries in the order data meets the stages."""
+        for stage in STAGES:
+            if stage in self.stages:
+                yield from self._of(stage, self.stages[stage])
+
+    def _of(self, stage: str, seen: _Stage) -> Iterator[Hazard]:
+        fmt = get_format(self.recipe.format_of(stage))
+
+        def hazard(kind: HazardKind, count: int, where: tuple[int, ...] | None, lost: float = 0.0) -> Hazard:
+            bits = headroom_bits(fmt, seen.peak)
+            return Hazard(kind, stage, fmt.name, "observed", seen.peak, bits, count, seen.total, where, lost)
+
+        if seen.overflowed:
+            yield hazard(HazardKind.OVERFLOW, seen.overflowed, seen.overflowed_at)
+        if seen.saturated:
+            yield hazard(HazardKind.SATURATION, seen.saturated, seen.peak_at)
+        if not (seen.overflowed or seen.saturated) and headroom_bits(fmt, seen.peak) < NEAR_BITS and stage != "probs":
+            yield hazard(HazardKind.NEAR_OVERFLOW, 1, seen.peak_at)
+        if stage == "scores" and resolution(fmt, seen.peak) > RESOLUTION_ULP:
+            yield hazard(HazardKind.RESOLUTION, 1, seen.peak_at)
+        if seen.undefined:
+            yield hazard(HazardKind.NON_FINITE, seen.undefined, seen.undefined_at)
+        if seen.stagnated:
+            yield hazard(HazardKind.STAGNATION, seen.stagnated, None)
+        if seen.flushed and stage in ("probs", "exp", "out"):
+            lost = 1 - seen.mass_after / seen.mass_before if seen.mass_before and math.isfinite(seen.mass_before) else 0.0
+            yield hazard(HazardKind.FLUSH, seen.flushed, None, lost)
+
+
+def headroom_bits(fmt: FloatFormat, peak: float) -> float:
+    """log2(max / peak): how many doublings are left; negative beyond the format, +∞ for nothing seen."""
+    return math.inf if peak == 0 else math.log2(fmt.max / peak) if math.isfinite(peak) else -math.inf
+
+
+def resolution(fmt: FloatFormat, score: float) -> float:
+    """One ulp of the format at this score."""
+    if score == 0 or not math.isfinite(score):
+        return 0.0
+    return 2.0 ** (max(math.frexp(score)[1] - 1, fmt.emin) - fmt.precision + 1)
+
+
+def storage_hazards(exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe) -> Iterator[Hazard]:
+    """What storing q, k and v did: saturated, overflowed, flushed to zero, blocks of zeros."""
+    for name, x, kept in zip(TENSORS, exact, stored, strict=True):
+        fmt = get_format(recipe.storage[name])
+        scaled = x if kept.scale is None else x / kept.scale
+        size = torch.where(torch.isfinite(scaled), scaled, 0.0).abs()
+        peak = float(size.max()) if size.numel() else 0.0
+        where = None
+        if peak:
+            where = tuple(int(n) for n in (size == peak).nonzero()[0])
+        counts = {
+            HazardKind.OVERFLOW: int((torch.isfinite(x) & ~torch.isfinite(kept.codes)).sum()),
+            HazardKind.SATURATION: int(((size > fmt.overflow_threshold) & torch.isfinite(kept.codes)).sum()),
+            HazardKind.FLUSH: int(((kept.codes == 0) & (x != 0)).sum()),
+            HazardKind.ZERO_AMAX: kept.zero_blocks,
+        }
+        for kind, count in counts.items():
+            if count:
+                yield Hazard(kind, name, fmt.name, "observed", peak, headroom_bits(fmt, peak), count, x.numel(), where)
+
+
+def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterator[Hazard]:
+    """What the FP64 values say must happen at each stage of a recipe. The truth must have been made with ranges."""
+    ranges = truth.ranges
+    if ranges is None:
+        raise ValueError("this truth has no ranges; make it with reference(..., ranges=True)")
+    for stage, peak in (("scores_raw", ranges.raw), ("scores", ranges.score)):
+        fmt = get_format(recipe.format_of(stage))
+        bits = headroom_bits(fmt, peak.value)
+        if bits < NEAR_BITS:
+            kind = HazardKind.NEAR_OVERFLOW
+            if peak.value >= fmt.overflow_threshold:
+                kind = HazardKind.SATURATION if recipe.policy(stage) == "saturate" else HazardKind.OVERFLOW
+            yield Hazard(kind, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
+        if stage == "scores" and resolution(fmt, peak.value) > RESOLUTION_ULP:
+            yield Hazard(HazardKind.RESOLUTION, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
+    if subtracts_max:
+        yield from _predict_flush(ranges, recipe)
+    else:
+        yield from _predict_unsafe(ranges, recipe)
+
+
+def _predict_flush(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
+    """exp(s − m)·S at or below half a subnormal becomes 0 (the tie goes to even, which is 0)."""
+    fmt = get_format(recipe.format_of("probs"))
+    limit = int(round(math.log2(2 * recipe.p_scale / fmt.min_subnormal)))  # flushed when exp(s − m) ≤ 2^-limit
+    if recipe.normalise == "early" or limit >= len(ranges.probs_count) or fmt.precision >= FP32.precision:
+        return
+    count = int(ranges.probs_count[limit:].sum())
+    if count:
+        lost = float(ranges.probs_mass[limit:].sum()) / max(ranges.rows, 1)
+        bits = headroom_bits(fmt, recipe.p_scale)
+        yield Hazard(HazardKind.FLUSH, "probs", fmt.name, "predicted", recipe.p_scale, bits, count, ranges.pairs, None, lost)
+
+
+def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
+    """Without max subtraction exp(s) overflows where s > ln(max), and P·S saturates in a format without infinities."""
+    top = ranges.score_max
+    for stage, factor in (("exp", 1.0), ("probs", recipe.p_scale)):
+        if recipe.normalise == "early" and stage == "probs":
+            continue
+        fmt = get_format(recipe.format_of(stage))
+        bits = math.log2(fmt.max / factor) - top.value * math.log2(math.e)
+        if bits < 0:
+            saturates = recipe.policy(stage) == "saturate"
+            kind = HazardKind.SATURATION if saturates else HazardKind.OVERFLOW
+            octave = min(int(math.floor(math.log2(fmt.max / factor))) + 1, len(ranges.exp_count) - 1)
+            count = max(1, int(ranges.exp_count[max(octave, 0) + 1 :].sum()))
+            peak = math.exp(min(top.value, 709.0)) * factor
+            yield Hazard(kind, stage, fmt.name, "predicted", peak, bits, count, ranges.pairs, top.where)
+            return  # later stages only inherit it
