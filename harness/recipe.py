@@ -7,8 +7,10 @@ inputs are stored.
 from __future__ import annotations
 
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from harness._frozen import FrozenMap
 from harness.formats import get_format
@@ -73,6 +75,8 @@ class Recipe:
         _one_of("base", self.base, ("fp32", "fp64"))
         _one_of("row_sum", self.row_sum, ("before", "after"))
         _one_of("normalise", self.normalise, ("late", "early"))
+        if self.normalise == "early" and self.row_sum == "after":
+            raise ValueError("row_sum='after' needs the cast of P before the sum; allowed: 'before' with normalise='early'")
         if not (math.isfinite(self.p_scale) and self.p_scale > 0):
             raise ValueError(f"p_scale is {self.p_scale}; allowed: a finite number > 0")
         _keys("storage", self.storage, TENSORS)
@@ -165,7 +169,7 @@ RECIPES: dict[str, Recipe] = {
             _eager("fp16"), name="fp16_eager_clamped", overflow={"scores_raw": "saturate", "scores": "saturate"}
         ),
         replace(_FP8, name="fp8_e4m3_unscaled", scaling=dict.fromkeys(TENSORS, Scaling("tensor", "unit"))),
-        # An FP8 cache under a BF16 kernel: K and V are descaled on load, the rest is `bf16`.
+        # An FP8 cache under a BF16 kernel: the scales of K and V join the softmax scale and the output.
         Recipe(
             "fp8_kv",
             storage={"q": "bf16", "k": "fp8_e4m3", "v": "fp8_e4m3"},
@@ -184,6 +188,22 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
         return RECIPES[recipe]
     except (KeyError, TypeError):
         raise ValueError(f"unknown recipe {recipe!r}; allowed: {', '.join(RECIPES)}") from None
+
+
+def load_recipe(path: Path) -> Recipe:
+    """A recipe from a TOML file: the fields of `Recipe`, with `[scaling.k]` tables for `Scaling`.
+
+    Raises ValueError for a file that cannot be read, a field that does not exist or a value that is not allowed.
+    """
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ValueError(f"recipe file {path} cannot be read: {error}") from None
+    try:
+        scaling = {tensor: Scaling(**table) for tensor, table in fields.pop("scaling", {}).items()}
+        return Recipe(**{"name": path.stem, **fields}, scaling=scaling)
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"recipe file {path} is not a recipe: {error}") from None
 
 
 def recipes() -> tuple[str, ...]:

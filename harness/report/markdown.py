@@ -1,0 +1,185 @@
+"""The report as Markdown (GitHub's dialect). Text from records is escaped: it opens no cell, link or HTML."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from tabulate import tabulate
+
+from harness.report import words
+from harness.report.model import DECIDED, Failure, GroupTable, Report
+
+LISTED = 300  # rows of a section; the CSV files hold all (GitHub ends a job summary at 1 MiB)
+TRACEBACKS = 5
+_REASON = 1000  # characters of a reason
+_SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")
+
+HOW_TO_READ = """\
+## How to read this
+
+Two truths, both computed in FP64, never mixed:
+
+* **kernel error** is measured against the *stored truth*: attention of the inputs as the recipe stores them
+  (codes times scales). It says whether the implementation does what its precision allows.
+* **total error** is measured against the *exact truth*: attention of the inputs before they were stored. It
+  says what the recipe costs.
+
+With output ô, truth o and Δ = ô − o, over elements finite in both:
+
+| figure | formula |
+|---|---|
+| rel_l2 | ‖Δ‖ / ‖o‖ |
+| rel_l1 | Σ\\|Δ\\| / Σ\\|o\\| |
+| rmse | √(mean of Δ²) |
+| sqnr_db | 20·log10(‖o‖ / ‖Δ‖) |
+| max ulp, p99 ulp | \\|Δ\\| in units in the last place of the output's format |
+| bias ulp | mean of the signed Δ in ulps: rounding to nearest has none |
+| slope | ⟨ô, o⟩ / ⟨o, o⟩ − 1: a wrong scale or a lost part of the row sum shows here |
+| pooled | √(mean of the squares) over cases and seeds |
+| bits | log2(format's max / largest magnitude met): below 0 it does not fit |
+
+NaN and ±Inf are compared first, by position; no error figure covers an element whose class is wrong. A
+hazard is *observed* in the run or *predicted* from FP64 values.
+"""
+
+
+def escape(text: str) -> str:
+    """Untrusted text as one line of inert Markdown."""
+    text = _SPECIAL.sub(r"\\\g<0>", words.clean(text))
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def code(text: str) -> str:
+    """Untrusted text as a code span on one line. Not for table cells, where `|` would still end the cell."""
+    text = words.clean(text) or " "
+    fence = "`" * (1 + _longest_run(text))
+    return f"{fence} {text} {fence}" if "`" in text else f"`{text}`"
+
+
+def code_block(text: str) -> str:
+    """Untrusted lines in a fence that they cannot close."""
+    lines = "\n".join("".join(c if c.isprintable() else "?" for c in line) for line in text.splitlines())
+    fence = "`" * max(3, 1 + _longest_run(lines))
+    return f"{fence}text\n{lines}\n{fence}"
+
+
+def _longest_run(text: str) -> int:
+    return max(map(len, re.findall("`+", text)), default=0)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """A table of cells that are already escaped."""
+    rows = [list(row) for row in rows]
+    if not rows:
+        return ""
+    align = ["right" if i in set(right) else "left" for i in range(len(headers))]
+    return tabulate(rows, headers=list(headers), tablefmt="pipe", disable_numparse=True, colalign=align)
+
+
+def to_markdown(report: Report) -> str:
+    """All sections; those with nothing to say are left out. Ends with a newline."""
+    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _refusals, _known)
+    blocks = [block for section in sections if (block := section(report))]
+    return "\n\n".join([*blocks, HOW_TO_READ])
+
+
+def _more(total: int) -> str:
+    return f"\n\n… and {total - LISTED} more in cells.csv and hazards.csv" if total > LISTED else ""
+
+
+def _headline(report: Report) -> str:
+    head = report.headline
+    machines = "".join(f"* {escape(words.machine(m))}\n" for m in head.machines)
+    parts = ["# Attention accuracy", words.extent(head), f"**{words.counts(head)}**", DECIDED, machines]
+    return "\n\n".join(parts).strip()
+
+
+def _failures(report: Report) -> str:
+    if not report.failures:
+        return ""
+    lines = [_failure(f) for f in report.failures[:LISTED]]
+    raised = [f for f in report.failures if f.traceback][:TRACEBACKS]
+    blocks = [
+        f"<details><summary>{escape(f.case)} · {escape(f.implementation)} · {escape(f.recipe)}</summary>\n\n"
+        f"{code_block(f.traceback)}\n\n</details>"
+        for f in raised
+    ]
+    body = "\n".join(lines) + _more(len(report.failures))
+    failed = words.many(sum(f.seeds for f in report.failures), "cell")
+    return "\n\n".join([f"## Unexpected failures: {failed}", body, *blocks])
+
+
+def _failure(f: Failure) -> str:
+    place = f"{escape(f.case)} · {escape(f.implementation)} · {escape(f.recipe)}"
+    again = code(words.command_line(words.command(f)))
+    seeds = f"({f.seeds} of {f.of} seeds, {escape(f.device)})"
+    return f"* **{f.status.value}** {place} {seeds}: {escape(words.clip(f.reason, _REASON))}; {again}"
+
+
+def _problems(report: Report) -> str:
+    lines = "".join(f"\n* {escape(p)}" for p in report.problems)
+    return f"## Deviations that need attention\n{lines}" if lines else ""
+
+
+def _groups(report: Report) -> str:
+    if not report.groups:
+        return ""
+    blocks = ["## Errors, pooled over cases and seeds by mean square"]
+    for group in report.groups:
+        extent = f"{words.many(group.cases, 'case')}, {words.many(group.seeds, 'seed')}"
+        blocks.append(f"### {escape(group.group)} ({extent})")
+        blocks.append("Kernel error: rel_l2 against the stored truth.")
+        blocks.append(_grid(group, "kernel"))
+        blocks.append("Total error: rel_l2 against the exact truth.")
+        blocks.append(_grid(group, "total"))
+    blocks.append("\n".join(f"* {escape(entry)}" for entry in words.LEGEND))
+    return "\n\n".join(blocks)
+
+
+def _grid(group: GroupTable, truth: str) -> str:
+    rows = [
+        [escape(name), *(escape(words.cell(cell, truth)) for cell in row)]
+        for name, row in zip(group.implementations, group.cells, strict=True)
+    ]
+    return table(["", *map(escape, group.recipes)], rows)
+
+
+def _worst(report: Report) -> str:
+    headers = ["case", "implementation", "recipe", *words.WORST_HEADERS]
+    rows = [
+        [escape(w.case), escape(w.implementation), escape(w.recipe), *map(escape, words.worst(w))]
+        for w in report.worst
+    ]
+    shown = table(headers, rows, right=(4, 5, 6, 8, 9))
+    return f"## Worst first: kernel error over the median of its recipe\n\n{shown}" if rows else ""
+
+
+def _hazards(report: Report) -> str:
+    if not report.hazards:
+        return ""
+    headers = [*words.HAZARD_HEADERS, "case", "implementation", "b,h,i,j"]
+    rows = [
+        [*map(escape, words.hazard(h)), escape(h.case), escape(h.implementation), words.index(h.worst.where)]
+        for h in report.hazards[:LISTED]
+    ]
+    kinds = dict.fromkeys(h.kind for h in report.hazards)
+    advice = "\n".join(f"* {kind.value}: {kind.advice}" for kind in kinds)
+    body = table(headers, rows, right=(4, 5, 6)) + _more(len(report.hazards))
+    return f"## Overflow and range\n\nWorst place of each.\n\n{body}\n\n{advice}"
+
+
+def _refusals(report: Report) -> str:
+    if not report.refusals:
+        return ""
+    rows = [
+        [escape(r.implementation), str(r.cases), str(r.records), escape(words.clip(r.reason, _REASON))]
+        for r in report.refusals[:LISTED]
+    ]
+    body = table(["implementation", "cases", "cells", "reason"], rows, right=(1, 2))
+    return f"## Refused\n\n{body}{_more(len(report.refusals))}"
+
+
+def _known(report: Report) -> str:
+    lines = "".join(f"\n* {escape(words.known(row))}" for row in report.known)
+    return f"## Known deviations\n{lines}" if lines else ""

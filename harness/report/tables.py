@@ -1,0 +1,222 @@
+"""Records → `Report`: grouping, pooling and ordering. Nothing is recomputed and nothing is rendered."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+
+from harness.deviations import Review
+from harness.recipe import recipes
+from harness.records import Errors, Hazard, HazardKind, Record, Status
+from harness.report.model import (
+    KNOWN,
+    LABELS,
+    Cell,
+    Failure,
+    GroupTable,
+    HazardRow,
+    Headline,
+    KnownRow,
+    RefusalRow,
+    Report,
+    WorstRow,
+    pool,
+)
+
+WORST = 15
+# Those that change numbers; the other kinds warn of what might.
+FLAGGED = frozenset((HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH, HazardKind.NON_FINITE))
+_SEVERITY = (
+    HazardKind.NON_FINITE, HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH,
+    HazardKind.STAGNATION, HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
+)  # fmt: skip
+_BY_SEVERITY = {kind: rank for rank, kind in enumerate(_SEVERITY)}
+
+Identity = tuple[tuple[str, str, str, int], str]
+GroupKey = tuple[str, str, str]
+
+
+def summary(records: Iterable[Record], review: Review) -> Report:
+    """What the records show, sorted by the review into known and unexpected failures."""
+    records = list(records)
+    known = frozenset(_identity(r) for r, _ in review.known)
+    by_key: dict[GroupKey, list[Record]] = defaultdict(list)
+    for record in records:
+        by_key[record.group_key].append(record)
+    return Report(
+        headline=_headline(records, known),
+        failures=_failures(review.unexpected, by_key),
+        problems=problems(review),
+        groups=_groups(records, known),
+        worst=_worst(by_key, known),
+        hazards=_hazards(records),
+        refusals=_refusals(records),
+        known=tuple(KnownRow(d, n) for d, n in Counter(d for _, d in review.known).items()),
+    )
+
+
+def problems(review: Review) -> tuple[str, ...]:
+    """Entries of the deviations file that need attention, a line each."""
+    unmatched = [f"{d} matches no failure of this run: remove it ({d.reason})" for d in review.unmatched]
+    expired = [f"{d} expired on {d.expires}: fix it or renew it ({d.reason})" for d in review.expired]
+    return tuple(unmatched + expired)
+
+
+def _identity(record: Record) -> Identity:
+    return record.key, record.machine.device
+
+
+def _label(record: Record, known: frozenset[Identity]) -> str:
+    failing = record.status in (Status.FAIL, Status.ERROR)
+    return KNOWN if failing and _identity(record) in known else record.status.value
+
+
+def _headline(records: Sequence[Record], known: frozenset[Identity]) -> Headline:
+    counts = Counter(_label(r, known) for r in records)
+    return Headline(
+        records=len(records),
+        labels=tuple((label, counts[label]) for label in LABELS),
+        groups=len({r.group for r in records}),
+        cases=len({r.case for r in records}),
+        implementations=len({r.implementation for r in records}),
+        recipes=len({r.recipe for r in records}),
+        seeds=len({r.seed for r in records}),
+        machines=tuple(dict.fromkeys(r.machine for r in records)),
+    )
+
+
+def _failures(unexpected: Iterable[Record], by_key: dict[GroupKey, list[Record]]) -> tuple[Failure, ...]:
+    """One entry per cell and status; its seeds share the line."""
+    cells: dict[tuple[GroupKey, Status], list[Record]] = defaultdict(list)
+    for record in unexpected:
+        cells[record.group_key, record.status].append(record)
+    found = []
+    for (key, status), failed in cells.items():
+        first = failed[0]
+        last_line = first.traceback.strip().rpartition("\n")[2]
+        reason = "; ".join(first.reasons) or last_line or status.advice
+        of = max(len(by_key.get(key, ())), len(failed))
+        needed = 1 + max(r.seed for r in failed)  # --seeds N runs the seeds 0 … N − 1
+        place = (first.case, first.group, first.implementation, first.recipe)
+        found.append(
+            Failure(*place, status, reason, first.traceback, len(failed), of, needed, first.machine.device)
+        )
+    return tuple(found)
+
+
+def _groups(records: Sequence[Record], known: frozenset[Identity]) -> tuple[GroupTable, ...]:
+    by_group: dict[str, list[Record]] = defaultdict(list)
+    for record in records:
+        by_group[record.group].append(record)
+    return tuple(_group(name, members, known) for name, members in by_group.items())
+
+
+def _group(name: str, records: Sequence[Record], known: frozenset[Identity]) -> GroupTable:
+    cells: dict[tuple[str, str], list[Record]] = defaultdict(list)
+    for record in records:
+        cells[record.implementation, record.recipe].append(record)
+    rows = tuple(dict.fromkeys(r.implementation for r in records))
+    met = dict.fromkeys(r.recipe for r in records)
+    columns = (*(r for r in recipes() if r in met), *(r for r in met if r not in recipes()))
+    filled = tuple(tuple(_cell(cells.get((i, r), ()), known) for r in columns) for i in rows)
+    return GroupTable(
+        name, len({r.case for r in records}), len({r.seed for r in records}), rows, columns, filled
+    )
+
+
+def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
+    if not records:
+        return None
+    return Cell(
+        kernel=pool(r.errors for r in records),
+        total=pool(r.total_errors for r in records),
+        labels=frozenset(_label(r, known) for r in records),
+        flagged=any(h.source == "observed" and h.kind in FLAGGED for r in records for h in r.hazards),
+    )
+
+
+def _worst(by_key: dict[GroupKey, list[Record]], known: frozenset[Identity]) -> tuple[WorstRow, ...]:
+    """Unexpected failures first, known ones last; then what cannot be pooled, then by distance from the
+    recipe's median: recipes differ by orders of magnitude, and the coarsest would fill the list."""
+    pooled = {key: pool(r.errors for r in members) for key, members in by_key.items()}
+    per_recipe: dict[str, list[float]] = defaultdict(list)
+    for (_, _, recipe), figure in pooled.items():
+        if figure.measured:
+            per_recipe[recipe].append(figure.rel_l2)
+    median = {recipe: statistics.median(values) for recipe, values in per_recipe.items()}
+    rows = []
+    for key, members in by_key.items():
+        errors = [r.errors for r in members if r.errors is not None]
+        if errors:
+            labels = {_label(r, known) for r in members}
+            label = next((x for x in ("FAIL", "ERROR", KNOWN, "INCONCLUSIVE") if x in labels), "PASS")
+            times = _ratio(pooled[key].rel_l2, median.get(key[2], math.nan))
+            largest = max(errors, key=lambda e: _nan_first(e.max_abs))
+            signed = _extreme(errors, "slope"), _extreme(errors, "bias_ulp")
+            ulp = _extreme(errors, "max_ulp")
+            rows.append(WorstRow(*key, label, pooled[key], times, ulp, largest.worst, *signed))
+    return tuple(sorted(rows, key=_urgency)[:WORST])
+
+
+def _urgency(row: WorstRow) -> tuple[int, bool, float]:
+    rank = {Status.FAIL.value: 0, Status.ERROR.value: 0, KNOWN: 2}.get(row.label, 1)
+    return rank, not row.kernel.left_out, -_nan_first(row.times_median)
+
+
+def _ratio(value: float, median: float) -> float:
+    if median == 0:
+        return math.inf if value > 0 else 1.0
+    return value / median
+
+
+def _nan_first(value: float) -> float:
+    return math.inf if math.isnan(value) else value
+
+
+def _extreme(errors: Sequence[Errors], name: str) -> float:
+    """The value of largest magnitude; NaN counts as larger than any."""
+    values: list[float] = [getattr(e, name) for e in errors]
+    return max(values, key=lambda v: (math.isnan(v), abs(v)))
+
+
+def _hazards(records: Iterable[Record]) -> tuple[HazardRow, ...]:
+    """Most severe first: by kind, observed before predicted, then by how far beyond the format."""
+    found: dict[tuple[HazardKind, str, str, str], list[tuple[Hazard, Record]]] = defaultdict(list)
+    for record in records:
+        for hazard in record.hazards:
+            found[hazard.kind, hazard.stage, hazard.format, record.recipe].append((hazard, record))
+    rows = []
+    for key, entries in found.items():
+        worst, where = min(entries, key=lambda e: _depth(e[0]))
+        observed = {id(r) for h, r in entries if h.source == "observed"}
+        predicted = {id(r) for h, r in entries if h.source != "observed"}
+        counts = (len(observed | predicted), len(observed), len(predicted))
+        rows.append(HazardRow(*key, *counts, worst, where.case, where.implementation))
+    rows.sort(
+        key=lambda row: (
+            _BY_SEVERITY.get(row.kind, len(_SEVERITY)),
+            not row.observed,
+            _depth(row.worst),
+            -row.cells,
+        )
+    )
+    return tuple(rows)
+
+
+def _depth(hazard: Hazard) -> tuple[float, float]:
+    """Smaller is worse: headroom in bits (NaN worst of all), then the share of elements met."""
+    bits = hazard.headroom_bits
+    return (-math.inf if math.isnan(bits) else bits, -hazard.share)
+
+
+def _refusals(records: Iterable[Record]) -> tuple[RefusalRow, ...]:
+    """Most frequent first."""
+    cases: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for record in records:
+        if record.status is Status.REFUSED:
+            for reason in record.reasons or ("no reason given",):
+                cases[record.implementation, reason].append(record.case)
+    rows = [RefusalRow(*key, len(set(met)), len(met)) for key, met in cases.items()]
+    return tuple(sorted(rows, key=lambda row: (-row.records, row.implementation, row.reason)))

@@ -1,0 +1,196 @@
+"""The report for a terminal, at most 100 columns wide. Long names wrap: none is cut, since a cut name finds
+nothing."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Sequence
+
+from tabulate import tabulate
+
+from harness.report import words
+from harness.report.model import DECIDED, Failure, GroupTable, Report
+
+WIDTH = 100
+SHOWN = 25
+_REASON = 300  # characters of a reason
+_GAP = 2  # between columns of tabulate's "simple" format,
+_HEADER_PADDING = 2  # which also keeps a column this much wider than its header
+_NARROWEST = 8
+
+
+class _NameWrapper(textwrap.TextWrapper):
+    """Breaks identifiers after `_` and `/` too, before it cuts through them."""
+
+    wordsep_simple_re = re.compile(r"( +|(?<=[_/])(?=[^ _/]))")
+
+
+def to_text(report: Report) -> str:
+    """All sections; those with nothing to say are left out. Ends with a newline."""
+    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _refusals, _known)
+    blocks = [lines for section in sections if (lines := section(report))]
+    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+
+
+def table(
+    headers: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    wrap: Collection[int],
+    right: Collection[int] = (),
+) -> str:
+    """A plain table within WIDTH. The columns `wrap` give way, the widest first; the others keep theirs."""
+    lines = [list(headers), *(list(row) for row in rows)]
+    widths = [
+        max(_HEADER_PADDING + _width(h), *(_width(line[i]) for line in lines)) for i, h in enumerate(headers)
+    ]
+    while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
+        widest = max(wrap, key=lambda i: widths[i])
+        if widths[widest] <= _NARROWEST:
+            break
+        widths[widest] -= 1
+    for row, line in enumerate(lines):
+        for i in wrap:
+            line[i] = _fold(line[i], widths[i] - (0 if row else _HEADER_PADDING))
+    align = ["right" if i in right else "left" for i in range(len(headers))]
+    return tabulate(lines[1:], headers=lines[0], tablefmt="simple", disable_numparse=True, colalign=align)
+
+
+def _width(text: str) -> int:
+    return max(map(len, text.split("\n")))
+
+
+def _fold(text: str, width: int) -> str:
+    wrapper = _NameWrapper(width, break_on_hyphens=False)
+    return "\n".join(part for line in text.split("\n") for part in wrapper.wrap(line))
+
+
+def _paragraph(text: str, bullet: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=bullet, subsequent_indent="  ", break_on_hyphens=False)
+
+
+def _title(text: str) -> str:
+    return f"== {text} =="
+
+
+def _more(total: int, where: str = "report.md") -> list[str]:
+    return [f"… and {total - SHOWN} more in {where}"] if total > SHOWN else []
+
+
+def _headline(report: Report) -> list[str]:
+    head = report.headline
+    lines = [*_paragraph(words.extent(head)), words.counts(head), *_paragraph(DECIDED)]
+    return lines + [line for m in head.machines for line in _paragraph(words.machine(m))]
+
+
+def _failures(report: Report) -> list[str]:
+    if not report.failures:
+        return []
+    lines = [_title(f"Unexpected failures: {words.many(sum(f.seeds for f in report.failures), 'cell')}")]
+    for failure in report.failures[:SHOWN]:
+        lines += [*_paragraph(_failure_line(failure)), *words.command_lines(words.command(failure), WIDTH)]
+    return lines + _more(len(report.failures))
+
+
+def _failure_line(failure: Failure) -> str:
+    """What failed, where and why, without the command."""
+    f = failure
+    place = f"{f.status.value} {f.case} · {f.implementation} · {f.recipe}"
+    return words.clean(f"{place} ({f.seeds} of {f.of} seeds, {f.device}): {words.clip(f.reason, _REASON)}")
+
+
+def _problems(report: Report) -> list[str]:
+    if not report.problems:
+        return []
+    lines = [line for p in report.problems for line in _paragraph(words.clean(p), "- ")]
+    return [_title("Deviations that need attention"), *lines]
+
+
+def _groups(report: Report) -> list[str]:
+    lines: list[str] = []
+    for group in report.groups:
+        extent = f"{words.many(group.cases, 'case')}, {words.many(group.seeds, 'seed')}"
+        for truth, against in (("kernel", "stored truth"), ("total", "exact truth")):
+            title = f"{words.clean(group.group)} ({extent}): {truth} error, rel_l2 against the {against}"
+            lines += [*_paragraph(title), *_grid(group, truth), ""]
+    if not lines:
+        return []
+    legend = [line for entry in words.LEGEND for line in _paragraph(entry)]
+    return [_title("Errors, pooled over cases and seeds by mean square"), *lines, *legend]
+
+
+def _grid(group: GroupTable, truth: str) -> list[str]:
+    """The group's table, in as many blocks of recipes as the width asks for."""
+    names = [words.clean(name) for name in group.implementations]
+    first = min(24, max(map(len, names)))
+    folded = [_fold(name, first) for name in names]
+    shown = [[words.cell(cell, truth) for cell in row] for row in group.cells]
+    heads = [_fold(words.clean(r), 12) for r in group.recipes]
+    widths = [
+        max(_HEADER_PADDING + _width(head), *(len(row[j]) for row in shown)) for j, head in enumerate(heads)
+    ]
+    blocks: list[list[int]] = [[]]
+    room = WIDTH - first
+    for j, width in enumerate(widths):
+        if blocks[-1] and room < width + _GAP:
+            blocks.append([])
+            room = WIDTH - first
+        blocks[-1].append(j)
+        room -= width + _GAP
+    out = []
+    for block in blocks:
+        rows = [[name, *(row[j] for j in block)] for name, row in zip(folded, shown, strict=True)]
+        out.append(table(["", *(heads[j] for j in block)], rows, wrap=()))
+    return "\n\n".join(out).split("\n")
+
+
+def _worst(report: Report) -> list[str]:
+    if not report.worst:
+        return []
+    headers = ["case, implementation, recipe", *words.WORST_HEADERS]
+    rows = [
+        [f"{words.clean(w.case)}\n{words.clean(w.implementation)} · {words.clean(w.recipe)}", *words.worst(w)]
+        for w in report.worst
+    ]
+    title = _title("Worst first: kernel error over the median of its recipe")
+    return [title, table(headers, rows, wrap=(0,), right=(2, 3, 4, 6, 7))]
+
+
+def _hazards(report: Report) -> list[str]:
+    if not report.hazards:
+        return []
+    shown = report.hazards[:SHOWN]
+    headers = [*words.HAZARD_HEADERS, "worst at"]
+    rows = []
+    for h in shown:
+        place = f"{words.clean(h.case)}\n{words.clean(h.implementation)} {words.index(h.worst.where)}"
+        rows.append([*words.hazard(h), place])
+    advice = dict.fromkeys(h.kind for h in shown)
+    lines = [_title("Overflow and range"), table(headers, rows, wrap=(1, 2, 3, 8), right=(4, 5, 6))]
+    lines += _more(len(report.hazards), "report.md, each one in hazards.csv")
+    return lines + [line for kind in advice for line in _paragraph(f"{kind.value}: {kind.advice}")]
+
+
+def _refusals(report: Report) -> list[str]:
+    if not report.refusals:
+        return []
+    rows = [
+        [
+            words.clean(r.implementation),
+            str(r.cases),
+            str(r.records),
+            words.clip(words.clean(r.reason), _REASON),
+        ]
+        for r in report.refusals[:SHOWN]
+    ]
+    lines = table(["implementation", "cases", "cells", "reason"], rows, wrap=(0, 3), right=(1, 2))
+    return [_title("Refused"), lines, *_more(len(report.refusals))]
+
+
+def _known(report: Report) -> list[str]:
+    if not report.known:
+        return []
+    lines = [_title("Known deviations")]
+    for row in report.known:
+        lines += _paragraph(words.clean(words.known(row)), "- ")
+    return lines

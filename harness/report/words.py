@@ -1,0 +1,153 @@
+"""Numbers and untrusted text as strings, and the command that repeats a cell. Shared by all renderers."""
+
+from __future__ import annotations
+
+import glob
+import math
+import shlex
+from collections.abc import Sequence
+
+from harness.records import Machine, Status
+from harness.report.model import KNOWN, Cell, Failure, HazardRow, Headline, KnownRow, Pooled, WorstRow
+
+NONE = "–"
+WORST_HEADERS = ("", "rel_l2", "×median", "max ulp", "b,h,i,c", "slope", "bias ulp")
+HAZARD_HEADERS = ("kind", "stage", "format", "recipe", "cells", "bits", "share", "seen")
+LEGEND = (
+    "FAIL, ERROR: some case failed, and no deviation explains it · known: a listed deviation explains it",
+    "! overflow, saturation, flush or non-finite numbers were observed on the way"
+    f" · {NONE} refused (after a figure: in some cases) · ? inconclusive in some cases · blank: not run",
+    "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
+)
+
+
+def clean(text: str) -> str:
+    """Text as one line of printable characters: names and reasons come from anywhere."""
+    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+
+
+def clip(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[:limit] + "…"
+
+
+def many(count: int, noun: str) -> str:
+    return f"{count} {noun}" + "s" * (count != 1)
+
+
+def figure(value: float) -> str:
+    """A relative error, two digits."""
+    return f"{value:.1e}" if math.isfinite(value) else f"{value}"
+
+
+def number(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}g}"
+
+
+def signed(value: float) -> str:
+    return f"{value:+.1e}" if math.isfinite(value) else f"{value}"
+
+
+def index(where: Sequence[int] | None) -> str:
+    return NONE if where is None else ",".join(map(str, where))
+
+
+def pooled(value: Pooled) -> str:
+    """The figure, with `*` where some records could not be pooled; a dash where nothing was measured."""
+    if not value.measured:
+        return "n/a*" if value.left_out else NONE
+    return figure(value.rel_l2) + "*" * bool(value.left_out)
+
+
+def cell(content: Cell | None, truth: str) -> str:
+    """What stands in a group's table: status word, figure, marks (LEGEND)."""
+    if content is None:
+        return ""
+    labels = content.labels
+    word = next((w for w in (Status.FAIL.value, Status.ERROR.value, KNOWN) if w in labels), "")
+    shown = pooled(content.kernel if truth == "kernel" else content.total)
+    if shown == NONE:
+        shown = "" if word or Status.INCONCLUSIVE.value in labels else NONE
+    marks = "!" * content.flagged + "?" * (Status.INCONCLUSIVE.value in labels)
+    if Status.REFUSED.value in labels and shown != NONE:
+        marks += NONE
+    return f"{word} {shown}{marks}".strip()
+
+
+def counts(headline: Headline) -> str:
+    """`PASS 10 · FAIL 2 · …`, zeros included: an absent word would not say that nothing failed."""
+    return " · ".join(f"{label} {n}" for label, n in headline.labels)
+
+
+def extent(headline: Headline) -> str:
+    h = headline
+    if not h.records:
+        return "no records: nothing ran"
+    return (
+        f"{many(h.records, 'cell')} run: {many(h.cases, 'case')} in {many(h.groups, 'group')},"
+        f" {many(h.implementations, 'implementation')}, {many(h.recipes, 'recipe')}, {many(h.seeds, 'seed')}"
+    )
+
+
+def machine(m: Machine) -> str:
+    return clean(
+        f"{m.device}: {m.cpu}, ISA {m.isa}, {m.threads} threads, torch {m.torch}, Python {m.python},"
+        f" commit {m.commit or 'unknown'}"
+    )
+
+
+def command(failure: Failure) -> tuple[str, ...]:
+    """Words, unquoted, that repeat a failed cell."""
+    words = ["python", "-m", "harness", "run", "--cases", clean(failure.group)]
+    words += ["--only", glob.escape(clean(failure.case)), "--implementations", clean(failure.implementation)]
+    words += ["--recipes", clean(failure.recipe), "--seeds", str(failure.first_seeds)]
+    return (*words, *(() if failure.device == "cpu" else ("--device", clean(failure.device))))
+
+
+def command_line(words: Sequence[str]) -> str:
+    """One line for a POSIX shell."""
+    return shlex.join(words)
+
+
+def command_lines(words: Sequence[str], width: int, indent: str = "    ") -> list[str]:
+    """The same command over several lines of at most `width`, still one to paste into a POSIX shell."""
+    room = width - len(" \\")
+    lines: list[str] = []
+    for word in words:
+        quoted = shlex.quote(word)
+        if lines and len(lines[-1]) + 1 + len(quoted) <= room:
+            lines[-1] += f" {quoted}"
+            continue
+        if lines:
+            lines[-1] += " \\"
+        first, *rest = [quoted] if len(indent) + len(quoted) <= room else _pieces(word, room - len(indent))
+        lines.append(indent + first)
+        for piece in rest:  # from column 0: a space would end the word
+            lines[-1] += "\\"
+            lines.append(piece)
+    return lines
+
+
+def _pieces(word: str, room: int) -> list[str]:
+    """Quoted parts of a word too long for a line. A quote character takes 5 columns when quoted."""
+    step = max(1, (room - 2) // (5 if "'" in word else 1))
+    return [shlex.quote(word[i : i + step]) for i in range(0, len(word), step)]
+
+
+def worst(row: WorstRow) -> list[str]:
+    """What stands under WORST_HEADERS."""
+    figures = [pooled(row.kernel), number(row.times_median), number(row.max_ulp), index(row.worst)]
+    return [row.label, *figures, signed(row.slope), signed(row.bias_ulp)]
+
+
+def hazard(row: HazardRow) -> list[str]:
+    """What stands under HAZARD_HEADERS. `seen`: in how many cells observed in the run, and in how many
+    predicted."""
+    bits = f"{row.worst.headroom_bits:+.1f}"
+    seen = " ".join(f"{n} {word}" for n, word in ((row.observed, "obs"), (row.predicted, "pred")) if n)
+    names = [row.kind.value, clean(row.stage), clean(row.format), clean(row.recipe)]
+    return [*names, str(row.cells), bits, f"{row.worst.share:.1%}", seen]
+
+
+def known(row: KnownRow) -> str:
+    d = row.deviation
+    return f"{d}: {many(row.records, 'cell')}; {d.reason}; {d.link or 'no link'}; until {d.expires}"
