@@ -84,12 +84,13 @@ def list_(what: str) -> None:
 
     if what in ("all", "implementations"):
         rows = [[e.name, "emulated" if e.emulated else "", e.summary] for e in registry.table().values()]
-        click.echo("\n".join(table(["implementation", "", "what it is"], rows)) + "\n")
+        click.echo(table(["implementation", "", "what it is"], rows, wrap=(2,)) + "\n")
     if what in ("all", "recipes"):
-        click.echo("\n".join(table(["recipe", "definition"], [[r.name, r.digest] for r in RECIPES.values()])) + "\n")
+        rows = [[r.name, r.digest] for r in RECIPES.values()]
+        click.echo(table(["recipe", "definition"], rows, wrap=(1,)) + "\n")
     if what in ("all", "cases"):
         rows = [[c.id, str(c.shape), c.why] for c in load_cases("all")]
-        click.echo("\n".join(table(["case", "[B, H, L, D]", "why"], rows)))
+        click.echo(table(["case", "[B, H, L, D]", "why"], rows, wrap=(0, 2)))
 
 
 @cli.command()

@@ -20,10 +20,11 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     if out.shape != truth.shape:
         raise ValueError(f"output is {tuple(out.shape)} and truth {tuple(truth.shape)}; allowed: one shape")
     x, t = out.to(torch.float64), truth.to(torch.float64)
-    finite = torch.isfinite(x) & torch.isfinite(t)
-    count = int(finite.sum())
     nan = posinf = neginf = 0
-    if count < x.numel():
+    count, finite = x.numel(), None
+    if not (_all_finite(x) and _all_finite(t)):
+        finite = torch.isfinite(x) & torch.isfinite(t)
+        count = int(finite.sum())
         nan = int((torch.isnan(x) != torch.isnan(t)).sum())
         posinf = int(((x == math.inf) != (t == math.inf)).sum())
         neginf = int(((x == -math.inf) != (t == -math.inf)).sum())
@@ -34,7 +35,7 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     return Errors(count, nan, posinf, neginf, **_figures(x, t, delta, finite, count, fmt))
 
 
-def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor, count: int, fmt: str) -> dict[str, object]:
+def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor | None, count: int, fmt: str) -> dict[str, object]:
     if count == 0:
         names = ("max_abs", "rmse", "rel_l2", "rel_l1", "cosine", "sqnr_db", "max_ulp", "p99_ulp", "bias_ulp", "slope")
         return dict.fromkeys((*names, "truth_rms"), math.nan)
@@ -43,7 +44,7 @@ def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor, count: int, fm
     square, power, cross = (float(torch.dot(a.reshape(-1), b.reshape(-1))) for a, b in ((delta, delta), (t, t), (x, t)))
     own = float(torch.dot(x.reshape(-1), x.reshape(-1)))
     rank = math.ceil(0.99 * count)
-    ulps = (in_ulps if count == x.numel() else in_ulps[finite]).abs().flatten()
+    ulps = (in_ulps if finite is None else in_ulps[finite]).abs().flatten()
     return {
         "max_abs": float(size.max()),
         "rmse": math.sqrt(square / count),
@@ -58,6 +59,11 @@ def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor, count: int, fm
         "truth_rms": math.sqrt(power / count),
         "worst": tuple(int(n) for n in unravel(int(size.argmax()), size.shape)),
     }
+
+
+def _all_finite(x: Tensor) -> bool:
+    """In one pass without a mask: the extremes are NaN or infinite as soon as one element is."""
+    return x.numel() == 0 or all(math.isfinite(e.item()) for e in torch.aminmax(x))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -80,8 +80,10 @@ def _entry(path: Path, number: int, entry: dict[str, object]) -> Deviation:
         raise ValueError(f"{where} has status {status!r}; allowed: {', '.join(Status.__members__)}")
     if not isinstance(expires, datetime.date):
         raise ValueError(f"{where} has expires {expires!r}; allowed: a date such as 2027-12-31, without quotes")
-    texts = [str(entry[f]) for f in ("implementation", "case", "recipe")]
-    return Deviation(*texts, Status(status), str(entry["reason"]), str(entry["link"]), expires)
+    implementation, case, recipe = (str(entry[f]) for f in ("implementation", "case", "recipe"))
+    return Deviation(
+        implementation, case, recipe, Status[status], str(entry["reason"]), str(entry["link"]), expires
+    )
 
 
 def review(records: Iterable[Record], deviations: Iterable[Deviation], today: datetime.date) -> Review:
@@ -90,7 +92,9 @@ def review(records: Iterable[Record], deviations: Iterable[Deviation], today: da
     records, deviations = list(records), list(deviations)
     failing = [r for r in records if r.status in (Status.FAIL, Status.ERROR)]
     active = [d for d in deviations if d.expires >= today]
-    known, unexpected, used = [], [], set()
+    known: list[tuple[Record, Deviation]] = []
+    unexpected: list[Record] = []
+    used: set[Deviation] = set()
     for record in failing:
         match = next((d for d in active if d.matches(record)), None)
         if match is None:

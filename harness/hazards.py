@@ -54,31 +54,31 @@ class RangeLedger:
     def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
         if after.numel() == 0:
             return
-        seen = self.stages.setdefault(stage, _Stage())
+        seen = self.stages.get(stage)
+        if seen is None:
+            seen = self.stages[stage] = _Stage()
         seen.total += after.numel()
-        low, high = (float(x) for x in torch.aminmax(after))
-        if math.isnan(low) or math.isnan(high):
+        low, high = (x.item() for x in torch.aminmax(after))
+        if math.isnan(low):  # aminmax gives NaN as soon as one element is
             nan = torch.isnan(after)
             seen.undefined += int(nan.sum())
             seen.undefined_at = seen.undefined_at or self._place(nan, block)
         if stage == "shifted":  # −∞ of hidden keys, and nothing that can overflow upwards
             return
-        if math.isinf(low) or math.isinf(high) or math.isnan(low):
+        if not (math.isfinite(low) and math.isfinite(high)):
             infinite = torch.isinf(after)
             if seen.overflowed_at is None and bool(infinite.any()):
                 seen.overflowed_at = self._place(infinite, block)
             seen.overflowed += int(infinite.sum())
-        if after is before:
-            self._peak(seen, max(-low, high), before, block)
-        else:
-            self._cast(seen, stage, before, after, block)
+        if after is not before:
+            low, high = (x.item() for x in torch.aminmax(before))
+            self._cast(seen, stage, before, after, max(-low, high))
+        self._peak(seen, stage, max(-low, high), before, block)
 
-    def _cast(self, seen: _Stage, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
+    def _cast(self, seen: _Stage, stage: str, before: Tensor, after: Tensor, magnitude: float) -> None:
         fmt = get_format(self.recipe.format_of(stage))
-        low, high = (float(x) for x in torch.aminmax(before))
-        self._peak(seen, max(-low, high), before, block)
-        if self.recipe.policy(stage) == "saturate" and not max(-low, high) <= fmt.overflow_threshold:
-            seen.saturated += int(((before.abs() > fmt.overflow_threshold) & torch.isfinite(after)).sum())
+        if self.recipe.policy(stage) == "saturate" and not magnitude <= fmt.max:
+            seen.saturated += int((beyond(fmt, before.abs()) & torch.isfinite(after)).sum())
         seen.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
         if stage == "probs":
             seen.mass_before += float(before.sum(dtype=torch.float64))
@@ -89,14 +89,19 @@ class RangeLedger:
         stuck = (added != 0) & (after == held) & torch.isfinite(after)
         self.stages.setdefault(stage, _Stage()).stagnated += int(stuck.sum())
 
-    def _peak(self, seen: _Stage, magnitude: float, x: Tensor, block: Block) -> None:
-        if magnitude > seen.peak or (math.isnan(magnitude) and seen.peak_at is None):
-            if not math.isfinite(magnitude):
-                x = torch.where(torch.isfinite(x), x, 0.0)
-                magnitude = float(x.abs().amax())
-                if magnitude <= seen.peak:
-                    return
-            seen.peak, seen.peak_at = magnitude, self._place(x.abs() == magnitude, block)
+    def _peak(self, seen: _Stage, stage: str, magnitude: float, x: Tensor, block: Block) -> None:
+        """Note a new largest magnitude, and its place where a hazard will tell it."""
+        if magnitude <= seen.peak:
+            return
+        fmt = get_format(self.recipe.format_of(stage))
+        if not math.isfinite(magnitude):
+            x = torch.where(torch.isfinite(x), x, 0.0)
+            magnitude = float(x.abs().amax())
+            if magnitude <= seen.peak:
+                return
+        seen.peak, seen.peak_at = magnitude, None
+        if headroom_bits(fmt, magnitude) < NEAR_BITS or (stage == "scores" and coarse(fmt, magnitude)):
+            seen.peak_at = self._place(x.abs() == magnitude, block)
 
     def _place(self, hit: Tensor, block: Block) -> tuple[int, ...] | None:
         """(b, h, i, j) of the first True of a folded `[B, Hkv, G·rows, n]`; j counts from the block's first key."""
@@ -132,7 +137,7 @@ class RangeLedger:
             yield hazard(HazardKind.SATURATION, seen.saturated, seen.peak_at)
         if not (seen.overflowed or seen.saturated) and headroom_bits(fmt, seen.peak) < NEAR_BITS and stage != "probs":
             yield hazard(HazardKind.NEAR_OVERFLOW, 1, seen.peak_at)
-        if stage == "scores" and resolution(fmt, seen.peak) > RESOLUTION_ULP:
+        if stage == "scores" and coarse(fmt, seen.peak):
             yield hazard(HazardKind.RESOLUTION, 1, seen.peak_at)
         if seen.undefined:
             yield hazard(HazardKind.NON_FINITE, seen.undefined, seen.undefined_at)
@@ -148,11 +153,17 @@ def headroom_bits(fmt: FloatFormat, peak: float) -> float:
     return math.inf if peak == 0 else math.log2(fmt.max / peak) if math.isfinite(peak) else -math.inf
 
 
-def resolution(fmt: FloatFormat, score: float) -> float:
-    """One ulp of the format at this score."""
+def coarse(fmt: FloatFormat, score: float) -> bool:
+    """Whether one ulp of the format at this score is more than RESOLUTION_ULP."""
     if score == 0 or not math.isfinite(score):
-        return 0.0
-    return 2.0 ** (max(math.frexp(score)[1] - 1, fmt.emin) - fmt.precision + 1)
+        return False
+    return 2.0 ** (max(math.frexp(score)[1] - 1, fmt.emin) - fmt.precision + 1) > RESOLUTION_ULP
+
+
+def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
+    """Where rounding leaves the finite range: past the midpoint, or on it where its tie goes to infinity."""
+    limit = fmt.overflow_threshold
+    return magnitude >= limit if fmt.infinities else magnitude > limit
 
 
 def storage_hazards(exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe) -> Iterator[Hazard]:
@@ -167,7 +178,7 @@ def storage_hazards(exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recip
             where = tuple(int(n) for n in (size == peak).nonzero()[0])
         counts = {
             HazardKind.OVERFLOW: int((torch.isfinite(x) & ~torch.isfinite(kept.codes)).sum()),
-            HazardKind.SATURATION: int(((size > fmt.overflow_threshold) & torch.isfinite(kept.codes)).sum()),
+            HazardKind.SATURATION: int((beyond(fmt, size) & torch.isfinite(kept.codes)).sum()),
             HazardKind.FLUSH: int(((kept.codes == 0) & (x != 0)).sum()),
             HazardKind.ZERO_AMAX: kept.zero_blocks,
         }
@@ -186,10 +197,10 @@ def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterato
         bits = headroom_bits(fmt, peak.value)
         if bits < NEAR_BITS:
             kind = HazardKind.NEAR_OVERFLOW
-            if peak.value >= fmt.overflow_threshold:
+            if bool(beyond(fmt, torch.tensor(peak.value, dtype=torch.float64))):
                 kind = HazardKind.SATURATION if recipe.policy(stage) == "saturate" else HazardKind.OVERFLOW
             yield Hazard(kind, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
-        if stage == "scores" and resolution(fmt, peak.value) > RESOLUTION_ULP:
+        if stage == "scores" and coarse(fmt, peak.value):
             yield Hazard(HazardKind.RESOLUTION, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
     if subtracts_max:
         yield from _predict_flush(ranges, recipe)

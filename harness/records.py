@@ -186,13 +186,13 @@ class Record:
 
 def pooled_rms(values: Iterable[float]) -> float:
     """Root of the mean square: how seeds and heads pool (never the mean of RMSEs). NaN when empty or any is NaN."""
-    squares = [v * v for v in values]
-    return math.sqrt(math.fsum(squares) / len(squares)) if squares else math.nan
+    values = list(values)
+    return math.hypot(*values) / math.sqrt(len(values)) if values else math.nan
 
 
 def to_json(record: Record) -> str:
     """One line, without a newline."""
-    return json.dumps(_plain(record), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
 
 
 def _plain(value: Any) -> Any:
@@ -228,9 +228,8 @@ def iter_records(path: Path | str) -> Iterator[Record]:
 
     adapter = TypeAdapter(Record)
     text = Path(path).read_text(encoding="utf-8")
-    lines = text.splitlines()
-    whole = len(lines) if text.endswith("\n") else len(lines) - 1
-    for number, line in enumerate(lines[:whole], 1):
+    # A record ends with its newline: what follows the last one was cut off while it was written.
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         if not line.strip():
             continue
         _check_schema(line, f"{path}, line {number}")

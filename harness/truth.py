@@ -145,7 +145,7 @@ class _Head:
         out = (p @ self.v[keys] if self.finite else self._special(p, s, self.v[keys])) / total[:, None]
         lse = base + total.log()
         rule = 0.0 if self.spec.empty_row == "zero" else math.nan
-        if self.noted is not None:
+        if self.noted is not None:  # last: it uses p up
             _note_probs(self.noted, p, total, rows, keys, (self.b, self.h))
         return (
             out.masked_fill(empty[:, None], rule),
@@ -233,10 +233,12 @@ def _note_scores(noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, k
 def _note_probs(noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]) -> None:
     noted.row_sum.see(total[:, None], *at, rows.start, keys.start)
     noted.rows += p.shape[0]
-    weighed = (p > 0) & torch.isfinite(p)
-    values = p[weighed]
-    mantissa, exponent = torch.frexp(values)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
-    octave = (-exponent + (mantissa == 0.5)).long().clamp_(0, _OCTAVES - 1)
+    if not math.isfinite(float(total.sum())):  # rows that are NaN say nothing of ranges
+        defined = torch.isfinite(total)
+        p, total = p[defined], total[defined]
+    mantissa, exponent = torch.frexp(p)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
+    octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
     noted.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
-    mass = (p / total[:, None])[weighed]
+    noted.probs_count[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
+    mass = p.div_(total[:, None]).flatten()
     noted.probs_mass += torch.bincount(octave, weights=mass, minlength=_OCTAVES).double().cpu()
