@@ -5,7 +5,8 @@ from harness import AttentionSpec, Case, Draw, Shape
 CASES = [
     Case(
         "negative", f"depth-{depth}", Shape(heads=1, q_len=64, head_dim=64),
-        f"every score lies near −{depth}: {why}", AttentionSpec(causal=True), Draw("deep_negative", {"depth": float(depth)}),
+        f"every score lies near −{depth}: {why}", AttentionSpec(causal=True),
+        Draw("deep_negative", {"depth": float(depth)}),
     )
     for depth, why in (
         (20, "exp(s) is below FP16's smallest subnormal, the row sum of unsafe softmax is 0 there"),

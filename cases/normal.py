@@ -13,6 +13,7 @@ CASES = [
     Case("normal", "d128", Shape(heads=2, q_len=128, head_dim=128), "N(0, 1) at the other common head_dim", _CAUSAL),
     Case(
         "normal", "v-mean-1", Shape(heads=2, q_len=128, head_dim=64),
-        "V with mean 1: errors of P no longer cancel, and a lost probability shows", _CAUSAL, Draw("normal", {"v_mean": 1.0}),
+        "V with mean 1: errors of P no longer cancel, and a lost probability shows", _CAUSAL,
+        Draw("normal", {"v_mean": 1.0}),
     ),
 ]  # fmt: skip

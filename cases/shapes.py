@@ -6,7 +6,7 @@ _CAUSAL = AttentionSpec(causal=True)
 _TOP_LEFT = AttentionSpec(causal=True, align="top-left")
 
 CASES = [
-    Case("shapes", "mqa", Shape(heads=6, kv_heads=1, q_len=65, head_dim=40), "one kv head for six query heads", _CAUSAL),
+    Case("shapes", "mqa", Shape(heads=6, kv_heads=1, q_len=65, head_dim=40), "one kv head for six queries", _CAUSAL),
     Case("shapes", "gqa-12-4", Shape(heads=12, kv_heads=4, q_len=33, head_dim=72), "groups of three", _CAUSAL),
     Case("shapes", "batch-3", Shape(batch=3, heads=2, q_len=47, head_dim=63), "odd sizes everywhere", _CAUSAL),
     Case(
@@ -22,5 +22,5 @@ CASES = [
         "aligned bottom-right, the first 16 rows see no key: 0 by declared rule, with lse −∞", _CAUSAL,
     ),
     Case("shapes", "wide-v", Shape(heads=2, q_len=48, head_dim=32, value_dim=80), "V wider than Q and K", _CAUSAL),
-    Case("shapes", "one-key", Shape(heads=2, q_len=5, kv_len=1, head_dim=8), "softmax of one key is 1: the output is V"),
+    Case("shapes", "one-key", Shape(heads=2, q_len=5, kv_len=1, head_dim=8), "the softmax of one key is 1: out is V"),
 ]  # fmt: skip

@@ -3,15 +3,16 @@
 from harness import AttentionSpec, Case, Draw, Shape
 
 _BASICS = "source note on basics, section 8: three tokens worked through by hand"
-_Q = [[[[1, 0], [0, 1], [1, 1]]]]
-_K = [[[[1, 1], [0, 1], [1, 0]]]]
-_V = [[[[1, 0], [0, 1], [1, 1]]]]
+_EXAMPLE = Draw(
+    "values",
+    {"q": [[[[1, 0], [0, 1], [1, 1]]]], "k": [[[[1, 1], [0, 1], [1, 0]]]], "v": [[[[1, 0], [0, 1], [1, 1]]]]},
+)
 
 CASES = [
-    Case("smoke", "worked-example", Shape(q_len=3, head_dim=2), _BASICS, draw=Draw("values", {"q": _Q, "k": _K, "v": _V})),
+    Case("smoke", "worked-example", Shape(q_len=3, head_dim=2), _BASICS, draw=_EXAMPLE),
     Case(
         "smoke", "worked-example-causal", Shape(q_len=3, head_dim=2), _BASICS + ", with the causal mask",
-        AttentionSpec(causal=True), Draw("values", {"q": _Q, "k": _K, "v": _V}),
+        AttentionSpec(causal=True), _EXAMPLE,
     ),
     Case("smoke", "normal", Shape(heads=2, q_len=96, head_dim=64), "the plain square case"),
     Case(

@@ -37,7 +37,9 @@ def __getattr__(name: str) -> Any:
     try:
         module = _PUBLIC[name]
     except KeyError:
-        raise AttributeError(f"module 'harness' has no attribute {name!r}; it has {', '.join(__all__)}") from None
+        raise AttributeError(
+            f"module 'harness' has no attribute {name!r}; it has {', '.join(__all__)}"
+        ) from None
     value = getattr(importlib.import_module(module), name)
     globals()[name] = value
     return value

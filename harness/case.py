@@ -15,7 +15,6 @@ from typing import Any
 from harness._frozen import FrozenMap
 from harness.spec import AttentionSpec, Shape
 
-
 FIXED_DRAWS = ("values", "file")  # the same for every seed: they run once
 
 
@@ -95,7 +94,9 @@ def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case,
         elif str(item).endswith(".py") and Path(item).is_file():
             chosen[Path(item)] = None
         else:
-            raise ValueError(f"unknown cases {str(item)!r}; allowed: all, {', '.join(built_in)}, or a path.py")
+            raise ValueError(
+                f"unknown cases {str(item)!r}; allowed: all, {', '.join(built_in)}, or a path.py"
+            )
     cases = [case for path in chosen for case in _load_file(path)]
     seen: set[str] = set()
     for case in cases:

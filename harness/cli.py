@@ -42,7 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         click.echo(f"error: {error}", err=True)
         code = USAGE
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; what was recorded is whole: `run --resume` with the same options goes on", err=True)
+        click.echo(
+            "interrupted; what was recorded is whole: `run --resume` with the same options goes on", err=True
+        )
         code = INTERRUPTED
     sys.exit(code or 0)
 
@@ -63,13 +65,23 @@ def _filters(command: F) -> F:
     listed: dict[str, Any] = {"multiple": True, "callback": _names}
     for option in reversed(
         (
-            click.option("--cases", metavar="NAME|PATH.py", help="Case groups or files; default: all.", **listed),
+            click.option(
+                "--cases", metavar="NAME|PATH.py", help="Case groups or files; default: all.", **listed
+            ),
             click.option("--only", metavar="GLOB", help="Case ids, such as 'magnitude/raw-*'.", **listed),
-            click.option("--implementations", "--implementation", metavar="NAME", help="Default: all.", **listed),
-            click.option("--recipes", "--recipe", metavar="NAME|FILE.toml", help="Default: all but fp64.", **listed),
-            click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds a case."),
+            click.option(
+                "--implementations", "--implementation", metavar="NAME", help="Default: all.", **listed
+            ),
+            click.option(
+                "--recipes", "--recipe", metavar="NAME|FILE.toml", help="Default: all but fp64.", **listed
+            ),
+            click.option(
+                "--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds a case."
+            ),
             click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
-            click.option("--jobs", type=click.IntRange(1), default=None, help="Processes; default: one a core."),
+            click.option(
+                "--jobs", type=click.IntRange(1), default=None, help="Processes; default: one a core."
+            ),
         )
     ):
         command = option(command)
@@ -106,22 +118,33 @@ def run(out: Path, resume: bool, reported: bool, **filters: Any) -> int:
 
 @cli.command()
 @click.argument("path", type=click.Path(path_type=Path), default=LATEST / RECORDS)
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Default: beside PATH.")
-@click.option("--throughput", type=click.Path(path_type=Path), default=None, help="A pytest-benchmark JSON file.")
+@click.option(
+    "--out", type=click.Path(path_type=Path, file_okay=False), default=None, help="Default: beside PATH."
+)
+@click.option(
+    "--throughput", type=click.Path(path_type=Path), default=None, help="A pytest-benchmark JSON file."
+)
 def report(path: Path, out: Path | None, throughput: Path | None) -> int:
     """Report stored records again, or stored timings with --throughput."""
     if throughput is not None:
         return _report_throughput(throughput, out or throughput.parent)
     if not path.is_file():
-        raise ValueError(f"{path} does not exist; give a records file, or make one with `python -m harness run`")
+        raise ValueError(
+            f"{path} does not exist; give a records file, or make one with `python -m harness run`"
+        )
     return _report(read_records(path), out or path.parent)
 
 
 @cli.command()
 @_filters
-@click.option("--records", "stored", type=click.Path(path_type=Path), help="Compare these records; default: run.")
 @click.option(
-    "--baseline", type=click.Path(path_type=Path), default=Path("reports/baselines/smoke.jsonl"), show_default=True
+    "--records", "stored", type=click.Path(path_type=Path), help="Compare these records; default: run."
+)
+@click.option(
+    "--baseline",
+    type=click.Path(path_type=Path),
+    default=Path("reports/baselines/smoke.jsonl"),
+    show_default=True,
 )
 @click.option("--update", is_flag=True, help="Write the baseline instead of comparing.")
 def gate(stored: Path | None, baseline: Path, update: bool, **filters: Any) -> int:
@@ -147,11 +170,16 @@ def gate(stored: Path | None, baseline: Path, update: bool, **filters: Any) -> i
 @cli.command()
 @click.option("--layers", default="0,7,15,22,29", show_default=True, help="Layers of the model.")
 @click.option("--tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens of the text.")
-@click.option("--text", type=click.Path(path_type=Path), default=None, help="Default: the text beside the cases.")
-@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A safetensors file.")
+@click.option(
+    "--text", type=click.Path(path_type=Path), default=None, help="Default: the text beside the cases."
+)
+@click.option(
+    "--out", type=click.Path(path_type=Path, dir_okay=False), required=True, help="A safetensors file."
+)
 def capture(layers: str, tokens: int, text: Path | None, out: Path) -> int:
     """Take Q, K and V after RoPE from SmolLM2-135M (needs the capture extra)."""
-    from harness.capture import MissingExtra, capture as take
+    from harness.capture import MissingExtra
+    from harness.capture import capture as take
 
     try:
         numbers = [int(n) for n in layers.split(",")]
@@ -171,7 +199,9 @@ def _select(cases: tuple[str, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
     if only:
         kept = tuple(c for c in chosen if any(fnmatchcase(c.id, pattern) for pattern in only))
         if not kept:
-            click.echo(f"no case id matches {', '.join(only)}; there are {', '.join(c.id for c in chosen)}", err=True)
+            click.echo(
+                f"no case id matches {', '.join(only)}; there are {', '.join(c.id for c in chosen)}", err=True
+            )
         return kept
     return chosen
 
@@ -195,13 +225,17 @@ def _run(
     return _with_progress(path, units, jobs, resume, record)
 
 
-def _with_progress(path: Path, units: list[Unit], jobs: int, resume: bool, record: Callable[..., Any]) -> list[Record]:
+def _with_progress(
+    path: Path, units: list[Unit], jobs: int, resume: bool, record: Callable[..., Any]
+) -> list[Record]:
     from tqdm import tqdm
 
     quiet = not sys.stderr.isatty()  # in a log, a line every ten seconds instead of a moving bar
     records: list[Record] = []
     total = sum(u.cells for u in units)
-    with tqdm(total=total, unit="cell", desc="accuracy", mininterval=10 if quiet else 0.2, ncols=90, leave=not quiet) as bar:
+    with tqdm(
+        total=total, unit="cell", desc="accuracy", mininterval=10 if quiet else 0.2, ncols=90, leave=not quiet
+    ) as bar:
         for unit, batch in record(path, units, jobs, resume):
             records.extend(batch)
             bar.set_postfix_str(unit.case.id, refresh=False)
@@ -256,4 +290,3 @@ def _report_throughput(path: Path, out: Path) -> int:
     click.echo(timings_text(timings))
     click.echo(f"written: {out / 'throughput.md'}")
     return 0
-

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,13 +36,28 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     return Errors(count, nan, posinf, neginf, **_figures(x, t, delta, finite, count, fmt))
 
 
-def _figures(x: Tensor, t: Tensor, delta: Tensor, finite: Tensor | None, count: int, fmt: str) -> dict[str, object]:
+def _figures(
+    x: Tensor, t: Tensor, delta: Tensor, finite: Tensor | None, count: int, fmt: str
+) -> dict[str, Any]:
     if count == 0:
-        names = ("max_abs", "rmse", "rel_l2", "rel_l1", "cosine", "sqnr_db", "max_ulp", "p99_ulp", "bias_ulp", "slope")
+        names = (
+            "max_abs",
+            "rmse",
+            "rel_l2",
+            "rel_l1",
+            "cosine",
+            "sqnr_db",
+            "max_ulp",
+            "p99_ulp",
+            "bias_ulp",
+            "slope",
+        )
         return dict.fromkeys((*names, "truth_rms"), math.nan)
     size = delta.abs()
     in_ulps = delta / ulp(t, fmt)
-    square, power, cross = (float(torch.dot(a.reshape(-1), b.reshape(-1))) for a, b in ((delta, delta), (t, t), (x, t)))
+    square, power, cross = (
+        float(torch.dot(a.reshape(-1), b.reshape(-1))) for a, b in ((delta, delta), (t, t), (x, t))
+    )
     own = float(torch.dot(x.reshape(-1), x.reshape(-1)))
     rank = math.ceil(0.99 * count)
     ulps = (in_ulps if finite is None else in_ulps[finite]).abs().flatten()

@@ -74,12 +74,16 @@ def load_deviations(path: Path) -> tuple[Deviation, ...]:
 def _entry(path: Path, number: int, entry: dict[str, object]) -> Deviation:
     where = f"{path}, deviation {number}"
     if set(entry) != set(_FIELDS):
-        raise ValueError(f"{where} has {', '.join(sorted(entry)) or 'nothing'}; allowed: exactly {', '.join(_FIELDS)}")
+        raise ValueError(
+            f"{where} has {', '.join(sorted(entry)) or 'nothing'}; allowed: exactly {', '.join(_FIELDS)}"
+        )
     status, expires = str(entry["status"]), entry["expires"]
     if status not in Status.__members__:
         raise ValueError(f"{where} has status {status!r}; allowed: {', '.join(Status.__members__)}")
     if not isinstance(expires, datetime.date):
-        raise ValueError(f"{where} has expires {expires!r}; allowed: a date such as 2027-12-31, without quotes")
+        raise ValueError(
+            f"{where} has expires {expires!r}; allowed: a date such as 2027-12-31, without quotes"
+        )
     implementation, case, recipe = (str(entry[f]) for f in ("implementation", "case", "recipe"))
     return Deviation(
         implementation, case, recipe, Status[status], str(entry["reason"]), str(entry["link"]), expires

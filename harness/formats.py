@@ -94,9 +94,7 @@ FP16 = FloatFormat("fp16", precision=11, exponent_bits=5, bias=15, infinities=Tr
 FP8_E4M3 = FloatFormat("fp8_e4m3", precision=4, exponent_bits=4, bias=7, infinities=False, storage_bits=8)
 FP8_E5M2 = FloatFormat("fp8_e5m2", precision=3, exponent_bits=5, bias=15, infinities=True, storage_bits=8)
 
-FORMATS: dict[str, FloatFormat] = {
-    f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)
-}
+FORMATS: dict[str, FloatFormat] = {f.name: f for f in (FP64, FP32, TF32, BF16, FP16, FP8_E4M3, FP8_E5M2)}
 
 
 def get_format(fmt: str | FloatFormat) -> FloatFormat:

@@ -135,7 +135,11 @@ class RangeLedger:
             yield hazard(HazardKind.OVERFLOW, seen.overflowed, seen.overflowed_at)
         if seen.saturated:
             yield hazard(HazardKind.SATURATION, seen.saturated, seen.peak_at)
-        if not (seen.overflowed or seen.saturated) and headroom_bits(fmt, seen.peak) < NEAR_BITS and stage != "probs":
+        if (
+            not (seen.overflowed or seen.saturated)
+            and headroom_bits(fmt, seen.peak) < NEAR_BITS
+            and stage != "probs"
+        ):
             yield hazard(HazardKind.NEAR_OVERFLOW, 1, seen.peak_at)
         if stage == "scores" and coarse(fmt, seen.peak):
             yield hazard(HazardKind.RESOLUTION, 1, seen.peak_at)
@@ -144,7 +148,11 @@ class RangeLedger:
         if seen.stagnated:
             yield hazard(HazardKind.STAGNATION, seen.stagnated, None)
         if seen.flushed and stage in ("probs", "exp", "out"):
-            lost = 1 - seen.mass_after / seen.mass_before if seen.mass_before and math.isfinite(seen.mass_before) else 0.0
+            lost = (
+                1 - seen.mass_after / seen.mass_before
+                if seen.mass_before and math.isfinite(seen.mass_before)
+                else 0.0
+            )
             yield hazard(HazardKind.FLUSH, seen.flushed, None, lost)
 
 
@@ -166,7 +174,9 @@ def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
     return magnitude >= limit if fmt.infinities else magnitude > limit
 
 
-def storage_hazards(exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe) -> Iterator[Hazard]:
+def storage_hazards(
+    exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe
+) -> Iterator[Hazard]:
     """What storing q, k and v did: saturated, overflowed, flushed to zero, blocks of zeros."""
     for name, x, kept in zip(TENSORS, exact, stored, strict=True):
         fmt = get_format(recipe.storage[name])
@@ -184,7 +194,9 @@ def storage_hazards(exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recip
         }
         for kind, count in counts.items():
             if count:
-                yield Hazard(kind, name, fmt.name, "observed", peak, headroom_bits(fmt, peak), count, x.numel(), where)
+                yield Hazard(
+                    kind, name, fmt.name, "observed", peak, headroom_bits(fmt, peak), count, x.numel(), where
+                )
 
 
 def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterator[Hazard]:
@@ -201,7 +213,17 @@ def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterato
                 kind = HazardKind.SATURATION if recipe.policy(stage) == "saturate" else HazardKind.OVERFLOW
             yield Hazard(kind, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
         if stage == "scores" and coarse(fmt, peak.value):
-            yield Hazard(HazardKind.RESOLUTION, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
+            yield Hazard(
+                HazardKind.RESOLUTION,
+                stage,
+                fmt.name,
+                "predicted",
+                peak.value,
+                bits,
+                1,
+                ranges.pairs,
+                peak.where,
+            )
     if subtracts_max:
         yield from _predict_flush(ranges, recipe)
     else:
@@ -211,14 +233,25 @@ def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterato
 def _predict_flush(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
     """exp(s − m)·S at or below half a subnormal becomes 0 (the tie goes to even, which is 0)."""
     fmt = get_format(recipe.format_of("probs"))
-    limit = int(round(math.log2(2 * recipe.p_scale / fmt.min_subnormal)))  # flushed when exp(s − m) ≤ 2^-limit
+    limit = round(math.log2(2 * recipe.p_scale / fmt.min_subnormal))  # flushed when exp(s − m) ≤ 2^-limit
     if recipe.normalise == "early" or limit >= len(ranges.probs_count) or fmt.precision >= FP32.precision:
         return
     count = int(ranges.probs_count[limit:].sum())
     if count:
         lost = float(ranges.probs_mass[limit:].sum()) / max(ranges.rows, 1)
         bits = headroom_bits(fmt, recipe.p_scale)
-        yield Hazard(HazardKind.FLUSH, "probs", fmt.name, "predicted", recipe.p_scale, bits, count, ranges.pairs, None, lost)
+        yield Hazard(
+            HazardKind.FLUSH,
+            "probs",
+            fmt.name,
+            "predicted",
+            recipe.p_scale,
+            bits,
+            count,
+            ranges.pairs,
+            None,
+            lost,
+        )
 
 
 def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
@@ -232,7 +265,7 @@ def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
         if bits < 0:
             saturates = recipe.policy(stage) == "saturate"
             kind = HazardKind.SATURATION if saturates else HazardKind.OVERFLOW
-            octave = min(int(math.floor(math.log2(fmt.max / factor))) + 1, len(ranges.exp_count) - 1)
+            octave = min(math.floor(math.log2(fmt.max / factor)) + 1, len(ranges.exp_count) - 1)
             count = max(1, int(ranges.exp_count[max(octave, 0) + 1 :].sum()))
             peak = math.exp(min(top.value, 709.0)) * factor
             yield Hazard(kind, stage, fmt.name, "predicted", peak, bits, count, ranges.pairs, top.where)

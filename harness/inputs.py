@@ -164,7 +164,9 @@ def _values(source: Source, q: Any, k: Any, v: Any) -> Tensors:
 
 def _file(source: Source, path: str, prefix: str, tokens: int | None = None) -> Tensors:
     """Tensors `{prefix}.q`, `.k`, `.v` of a safetensors file beside the cases, the first `tokens` of each."""
-    return tuple(x[:, :, :tokens] for x in read_tensors(cases_folder() / path, [f"{prefix}.{t}" for t in TENSORS]))  # type: ignore[return-value]
+    return tuple(
+        x[:, :, :tokens] for x in read_tensors(cases_folder() / path, [f"{prefix}.{t}" for t in TENSORS])
+    )  # type: ignore[return-value]
 
 
 def read_tensors(path: Path, names: list[str]) -> list[Tensor]:
@@ -195,4 +197,3 @@ KINDS: dict[str, Callable[..., Tensors]] = {
     "values": _values,
     "file": _file,
 }
-

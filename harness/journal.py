@@ -68,7 +68,9 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
             torch.set_num_threads(threads)
         return
     # spawn: a forked child of a process that has used OpenMP may hang
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+    with ProcessPoolExecutor(
+        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
+    ) as pool:
         try:
             yield pool
         except BaseException:

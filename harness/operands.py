@@ -77,7 +77,9 @@ def _extras(q: Tensor, k: Tensor, mask: Any, bias: Any, sinks: Any, kv_lens: Any
     (b, h, length, _), s = q.shape, k.shape[2]
     if mask is not None:
         if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
-            raise ValueError(f"mask is {_name(mask)}; allowed: a bool tensor, True = attend (bias= takes numbers)")
+            raise ValueError(
+                f"mask is {_name(mask)}; allowed: a bool tensor, True = attend (bias= takes numbers)"
+            )
         mask = _broadcast("mask", mask, (b, h, length, s)).to(q.device)
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
@@ -86,7 +88,9 @@ def _extras(q: Tensor, k: Tensor, mask: Any, bias: Any, sinks: Any, kv_lens: Any
     if sinks is not None:
         sinks = torch.as_tensor(sinks)
         if sinks.shape != (h,) or not sinks.dtype.is_floating_point:
-            raise ValueError(f"sinks is {_name(sinks)}; allowed: a floating-point tensor [{h}], one per query head")
+            raise ValueError(
+                f"sinks is {_name(sinks)}; allowed: a floating-point tensor [{h}], one per query head"
+            )
         sinks = sinks.to(q.device)
     if kv_lens is not None:
         kv_lens = torch.as_tensor(kv_lens)

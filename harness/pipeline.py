@@ -27,7 +27,8 @@ from harness.hazards import RangeLedger, predict, storage_hazards
 from harness.inputs import Inputs, make_inputs
 from harness.machine import machine
 from harness.quantize import Stored, quantize
-from harness.recipe import TENSORS, Recipe, get_recipe, recipes as recipe_names
+from harness.recipe import TENSORS, Recipe, get_recipe
+from harness.recipe import recipes as recipe_names
 from harness.records import Errors, Hazard, Record, Status
 from harness.truth import Truth, reference
 
@@ -87,7 +88,11 @@ def run(
     """Every cell's record, in a fixed order whatever the executor. See `plan` for what raises."""
     use_device(device)
     chosen = load_cases(cases) if isinstance(cases, str) else cases
-    return [r for _, batch in run_units(plan(chosen, implementations, recipes, device, seeds), executor) for r in batch]
+    return [
+        r
+        for _, batch in run_units(plan(chosen, implementations, recipes, device, seeds), executor)
+        for r in batch
+    ]
 
 
 def run_units(units: Sequence[Unit], executor: Executor | None = None) -> Iterator[tuple[Unit, list[Record]]]:
@@ -120,7 +125,9 @@ def run_unit(unit: Unit) -> list[Record]:
             q, k, v = (quantize(x, name, recipe) for x, name in zip(exact, TENSORS, strict=True))
             truth, ms = _truth((q.values, k.values, v.values), unit.case, device)
             kept = (q, k, v)
-            shared[recipe.storage_key] = _Shared(kept, truth, ms + exact_ms, tuple(storage_hazards(exact, kept, recipe)))
+            shared[recipe.storage_key] = _Shared(
+                kept, truth, ms + exact_ms, tuple(storage_hazards(exact, kept, recipe))
+            )
         for name in unit.implementations:
             records.append(_cell(unit, name, recipe, inputs, exact_truth, shared[recipe.storage_key], data))
     return records
@@ -139,7 +146,9 @@ def _facts(truth: Truth, case: Case) -> dict[str, float]:
     assert ranges is not None
     top = torch.exp(truth.row_max - truth.lse)[torch.isfinite(truth.lse)]
     return {
-        "var_qk_per_dim": ranges.raw_square / ranges.pairs / case.shape.head_dim if ranges.pairs and case.shape.head_dim else math.nan,
+        "var_qk_per_dim": ranges.raw_square / ranges.pairs / case.shape.head_dim
+        if ranges.pairs and case.shape.head_dim
+        else math.nan,
         "score_peak": ranges.score.value,
         "mean_top_prob": float(top.mean()) if top.numel() else math.nan,
     }
@@ -180,7 +189,13 @@ def _attempt(unit: Unit, name: str, recipe: Recipe, shared: _Shared) -> _Outcome
 
 
 def _cell(
-    unit: Unit, name: str, recipe: Recipe, inputs: Inputs, exact_truth: Truth, shared: _Shared, data: dict[str, float]
+    unit: Unit,
+    name: str,
+    recipe: Recipe,
+    inputs: Inputs,
+    exact_truth: Truth,
+    shared: _Shared,
+    data: dict[str, float],
 ) -> Record:
     case, outcome = unit.case, _attempt(unit, name, recipe, shared)
     errors = total = lse_errors = None
@@ -191,7 +206,9 @@ def _cell(
         total = compare(out, exact_truth.out, recipe.out_format)
         if lse is not None:
             lse_errors = compare(lse[..., None], shared.truth.lse[..., None], recipe.base)
-        output_hash = hashlib.sha256(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()
+        output_hash = hashlib.sha256(
+            out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
         status, reasons = judge_classes(errors)
     return Record(
         case=case.id, group=case.group, shape=str(case.shape), why=case.why, implementation=name,
@@ -209,6 +226,10 @@ def judge_classes(errors: Errors) -> tuple[Status, tuple[str, ...]]:
     """PASS when NaN, +Inf and −Inf stand exactly where the stored truth has them, else FAIL with the counts."""
     if not errors.class_mismatch:
         return Status.PASS, (BY_CLASSES,)
-    counts = (("NaN", errors.nan_mismatch), ("+Inf", errors.posinf_mismatch), ("−Inf", errors.neginf_mismatch))
+    counts = (
+        ("NaN", errors.nan_mismatch),
+        ("+Inf", errors.posinf_mismatch),
+        ("−Inf", errors.neginf_mismatch),
+    )
     found = ", ".join(f"{n} {name}" for name, n in counts if n)
     return Status.FAIL, (f"classes differ from the stored truth: {found}",)

@@ -76,7 +76,9 @@ def check_scale(scale: Tensor | float, x: Tensor, name: str) -> Tensor:
     """A given scale as FP32 values in FP64. Raises ValueError when it cannot scale `x`."""
     scale = torch.as_tensor(scale, device=x.device).float().double()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError(f"the scale of {name} is not positive and finite; allowed: numbers > 0 that FP32 holds")
+        raise ValueError(
+            f"the scale of {name} is not positive and finite; allowed: numbers > 0 that FP32 holds"
+        )
     if scale.dim() < 4:
         scale = scale[(None,) * (4 - scale.dim())] if scale.dim() else scale.view(1, 1, 1, 1)
     allowed = [(1, have) for have in x.shape[:3]] + [(1,)]
@@ -96,12 +98,18 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
     fmt = get_format(recipe.storage[name])
     divisor = None if scale is None else check_scale(scale, x, name)
     exact = x.double()
-    codes = round_to(exact if divisor is None else exact / divisor, fmt, "nan" if not fmt.infinities else "inf")
+    codes = round_to(
+        exact if divisor is None else exact / divisor, fmt, "nan" if not fmt.infinities else "inf"
+    )
     back = (codes if divisor is None else codes * divisor).to(x.dtype)
     wrong = ~((back == x) | (torch.isnan(back) & torch.isnan(x)))
     if bool(wrong.any()):
         at = tuple(int(n) for n in wrong.nonzero()[0])
-        hint = " with scale " + format(float(divisor.expand(*x.shape[:3], 1)[*at[:3], 0]), ".9g") if divisor is not None else ""
+        hint = (
+            " with scale " + format(float(divisor.expand(*x.shape[:3], 1)[*at[:3], 0]), ".9g")
+            if divisor is not None
+            else ""
+        )
         raise ValueError(
             f"{name}[{', '.join(map(str, at))}] = {float(x[at]):.9g} is no value of {fmt.name}{hint};"
             f" allowed: stored values, with scales= where the recipe scales, or quantize=True to round first"

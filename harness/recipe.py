@@ -76,7 +76,9 @@ class Recipe:
         _one_of("row_sum", self.row_sum, ("before", "after"))
         _one_of("normalise", self.normalise, ("late", "early"))
         if self.normalise == "early" and self.row_sum == "after":
-            raise ValueError("row_sum='after' needs the cast of P before the sum; allowed: 'before' with normalise='early'")
+            raise ValueError(
+                "row_sum='after' needs the cast of P before the sum; allowed: 'before' with normalise='early'"
+            )
         if not (math.isfinite(self.p_scale) and self.p_scale > 0):
             raise ValueError(f"p_scale is {self.p_scale}; allowed: a finite number > 0")
         _keys("storage", self.storage, TENSORS)
@@ -88,7 +90,9 @@ class Recipe:
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
         for fmt in (*self.storage.values(), *self.at.values()):
             if get_format(fmt).precision > get_format(self.base).precision:
-                raise ValueError(f"{fmt} holds more than the base {self.base}; allowed: formats within the base")
+                raise ValueError(
+                    f"{fmt} holds more than the base {self.base}; allowed: formats within the base"
+                )
         for place, policy in self.overflow.items():
             get_format(self.format_of(place)).check_overflow(policy)
 
@@ -113,9 +117,17 @@ class Recipe:
     @property
     def digest(self) -> str:
         """Everything but the name, as text: two recipes with equal digests compute the same."""
-        parts = [f"base={self.base}", f"p_scale={self.p_scale:g}", f"row_sum={self.row_sum}", f"normalise={self.normalise}"]
+        parts = [
+            f"base={self.base}",
+            f"p_scale={self.p_scale:g}",
+            f"row_sum={self.row_sum}",
+            f"normalise={self.normalise}",
+        ]
         parts += [f"{t}={self.storage[t]}" for t in TENSORS]
-        parts += [f"{t}×{s.granularity}/{s.source}{'/2^n' * s.power_of_two}" for t, s in sorted(self.scaling.items())]
+        parts += [
+            f"{t}×{s.granularity}/{s.source}{'/2^n' * s.power_of_two}"
+            for t, s in sorted(self.scaling.items())
+        ]
         parts += [f"{s}→{self.at[s]}" for s in STAGES if s in self.at]
         parts += [f"{p}!{self.overflow[p]}" for p in sorted(self.overflow)]
         return " ".join(parts)
@@ -166,7 +178,9 @@ RECIPES: dict[str, Recipe] = {
         _eager("fp16"),
         # The notes' clamping: scores that overflow FP16 stay at ±65504 instead of becoming infinite.
         replace(
-            _eager("fp16"), name="fp16_eager_clamped", overflow={"scores_raw": "saturate", "scores": "saturate"}
+            _eager("fp16"),
+            name="fp16_eager_clamped",
+            overflow={"scores_raw": "saturate", "scores": "saturate"},
         ),
         replace(_FP8, name="fp8_e4m3_unscaled", scaling=dict.fromkeys(TENSORS, Scaling("tensor", "unit"))),
         # An FP8 cache under a BF16 kernel: the scales of K and V join the softmax scale and the output.

@@ -25,7 +25,10 @@ class Status(enum.Enum):
 
     PASS = ("PASS", "nothing to do")
     FAIL = ("FAIL", "read the reasons; the hazards say where the numbers left their format")
-    INCONCLUSIVE = ("INCONCLUSIVE", "this input cannot tell right from wrong; use a larger or better conditioned one")
+    INCONCLUSIVE = (
+        "INCONCLUSIVE",
+        "this input cannot tell right from wrong; use a larger or better conditioned one",
+    )
     REFUSED = ("REFUSED", "the implementation cannot do this case; the reasons say why")
     ERROR = ("ERROR", "the implementation raised; the record keeps the traceback")
 
@@ -41,13 +44,28 @@ class Status(enum.Enum):
 class HazardKind(enum.Enum):
     """A way in which numbers leave their format. `advice` says what usually helps."""
 
-    OVERFLOW = ("overflow", "subtract the row max, scale before storing, or keep this stage in a wider format")
+    OVERFLOW = (
+        "overflow",
+        "subtract the row max, scale before storing, or keep this stage in a wider format",
+    )
     SATURATION = ("saturation", "values beyond the format's max were clamped to it: use a scale from amax")
-    NEAR_OVERFLOW = ("near-overflow", "less than 1 bit to the format's max: scale Q and K, or widen this stage")
-    STAGNATION = ("stagnation", "a running sum no longer moves when it is added to: accumulate in a wider format")
+    NEAR_OVERFLOW = (
+        "near-overflow",
+        "less than 1 bit to the format's max: scale Q and K, or widen this stage",
+    )
+    STAGNATION = (
+        "stagnation",
+        "a running sum no longer moves when it is added to: accumulate in a wider format",
+    )
     FLUSH = ("flush", "values below half the smallest subnormal became 0: scale up before the cast")
-    RESOLUTION = ("resolution", "one ulp of the largest score moves a probability by more than 5 %: widen the scores")
-    NON_FINITE = ("non-finite", "NaN or Inf that was not in the inputs: look at the first stage that shows it")
+    RESOLUTION = (
+        "resolution",
+        "one ulp of the largest score moves a probability by more than 5 %: widen the scores",
+    )
+    NON_FINITE = (
+        "non-finite",
+        "NaN or Inf that was not in the inputs: look at the first stage that shows it",
+    )
     ZERO_AMAX = ("zero-amax", "a scale block is all zeros; its scale is 1, and 0/0 does not arise")
 
     def __new__(cls, value: str, advice: str) -> HazardKind:
@@ -248,4 +266,6 @@ def _check_schema(line: str, where: str) -> None:
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{where} is not a record: no readable schema version") from None
     if major > int(SCHEMA.split(".")[0]):
-        raise ValueError(f"{where} has schema {schema}; this version reads up to {SCHEMA}: update attention-harness")
+        raise ValueError(
+            f"{where} has schema {schema}; this version reads up to {SCHEMA}: update attention-harness"
+        )

@@ -27,10 +27,27 @@ class Entry:
 
 _BUILT_IN = (
     Entry("naive_masked", "harness.attention.naive:NAIVE_MASKED", True, "full S, −∞ mask, softmax, P·V"),
-    Entry("lower_triangle", "harness.attention.lower_triangle:LOWER_TRIANGLE", True, "row blocks, only visible keys"),
-    Entry("online_softmax", "harness.attention.online:ONLINE_SOFTMAX", True, "key blocks, running max, rescale"),
-    Entry("decode_with_cache", "harness.attention.decode:DECODE_WITH_CACHE", True, "prefill, then a query a step"),
-    Entry("naive_unsafe", "harness.attention.naive:NAIVE_UNSAFE", True, "softmax without max subtraction: overflows"),
+    Entry(
+        "lower_triangle",
+        "harness.attention.lower_triangle:LOWER_TRIANGLE",
+        True,
+        "row blocks, only visible keys",
+    ),
+    Entry(
+        "online_softmax", "harness.attention.online:ONLINE_SOFTMAX", True, "key blocks, running max, rescale"
+    ),
+    Entry(
+        "decode_with_cache",
+        "harness.attention.decode:DECODE_WITH_CACHE",
+        True,
+        "prefill, then a query a step",
+    ),
+    Entry(
+        "naive_unsafe",
+        "harness.attention.naive:NAIVE_UNSAFE",
+        True,
+        "softmax without max subtraction: overflows",
+    ),
 )
 
 

@@ -144,5 +144,5 @@ class Shape:
     def __str__(self) -> str:
         heads = f"{self.heads}" if self.group == 1 else f"{self.heads}/{self.kv_heads}"
         lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}×{self.kv_len}"
-        width = f"{self.head_dim}" if self.E == self.head_dim else f"{self.head_dim}→{self.value_dim}"
+        width = f"{self.head_dim}" if self.head_dim == self.E else f"{self.head_dim}→{self.value_dim}"
         return f"[{self.batch}, {heads}, {lengths}, {width}]"

@@ -48,8 +48,9 @@ class Ranges:
     """Ranges of the visible values, from FP64.
 
     `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
-    `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many exp(s − m) lie in (2^−(e+1), 2^−e], and their share of
-    the rows' denominators, summed over rows. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099.
+    `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many
+    exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over rows. `exp_count[e]`:
+    how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099.
     """
 
     raw: Peak = field(default_factory=Peak)
@@ -220,7 +221,9 @@ def _magnitude(s: Tensor, hidden: Tensor | None) -> Tensor:
     return s.abs() if hidden is None else s.abs().masked_fill_(hidden, 0.0)
 
 
-def _note_scores(noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, keys: slice, at: tuple[int, int]) -> None:
+def _note_scores(
+    noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, keys: slice, at: tuple[int, int]
+) -> None:
     place = (*at, rows.start, keys.start)
     noted.score.see(_magnitude(s, hidden), *place)
     positive = s.clamp(min=0.0) if hidden is None else s.clamp(min=0.0).masked_fill_(hidden, 0.0)
@@ -230,7 +233,9 @@ def _note_scores(noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, k
     noted.exp_count += torch.bincount(octave.flatten().long(), minlength=_OCTAVES).double().cpu()
 
 
-def _note_probs(noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]) -> None:
+def _note_probs(
+    noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]
+) -> None:
     noted.row_sum.see(total[:, None], *at, rows.start, keys.start)
     noted.rows += p.shape[0]
     if not math.isfinite(float(total.sum())):  # rows that are NaN say nothing of ranges

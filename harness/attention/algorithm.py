@@ -69,7 +69,9 @@ class Algorithm:
         shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
         if refused := self.refusals(spec, shape, recipe, extras.given):
             raise ValueError("; ".join(refused))
-        return self.run_stored(store((q, k, v), recipe, scales, quantize), spec, recipe, extras, watch, **options)
+        return self.run_stored(
+            store((q, k, v), recipe, scales, quantize), spec, recipe, extras, watch, **options
+        )
 
     def run_stored(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe,
@@ -93,13 +95,17 @@ def store(
     """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
     scales = (None, None, None) if scales is None else tuple(scales)
     if len(scales) != 3:
-        raise ValueError(f"scales has {len(scales)} entries; allowed: three, for q, k and v, each a tensor or None")
+        raise ValueError(
+            f"scales has {len(scales)} entries; allowed: three, for q, k and v, each a tensor or None"
+        )
     take = quantize if round_first else admit
     q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
     return q, k, v
 
 
-def _problem(stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, extras: Extras, dtype: torch.dtype) -> Problem:
+def _problem(
+    stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, extras: Extras, dtype: torch.dtype
+) -> Problem:
     q, k, v = stored
     v_codes, v_scale = v.codes, v.scale
     if v_scale is not None and v_scale.shape[2] > 1:

@@ -1,6 +1,6 @@
 """Causal attention that computes the lower triangle alone: half the products of `naive_masked`.
 
-    rows i0 … i1 − 1 meet keys 0 … i1 − 1 + shift and no others; within that the formulas of `naive` hold.
+rows i0 … i1 − 1 meet keys 0 … i1 − 1 + shift and no others; within that the formulas of `naive` hold.
 """
 
 from __future__ import annotations

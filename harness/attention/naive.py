@@ -20,7 +20,9 @@ from harness.attention.algorithm import Algorithm
 from harness.attention.rows import Problem, finish, probs_times_v, scores, sink_logits
 
 
-def attend(ar: Arithmetic, p: Problem, rows: slice, keys: slice, subtract_max: bool = True) -> tuple[Tensor, Tensor]:
+def attend(
+    ar: Arithmetic, p: Problem, rows: slice, keys: slice, subtract_max: bool = True
+) -> tuple[Tensor, Tensor]:
     """Attention of these rows over these keys in one piece; keys outside them are taken as hidden."""
     s = scores(ar, p, rows, keys)
     sink = sink_logits(ar, p, rows)

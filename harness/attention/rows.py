@@ -149,7 +149,9 @@ def probs_times_v(ar: Arithmetic, p: Problem, w: Tensor, rows: slice, keys: slic
     return torch.where(undefined | (positive & negative), math.nan, o)
 
 
-def finish(ar: Arithmetic, p: Problem, o: Tensor, divisor: Tensor | None, lse: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
+def finish(
+    ar: Arithmetic, p: Problem, o: Tensor, divisor: Tensor | None, lse: Tensor, empty: Tensor
+) -> tuple[Tensor, Tensor]:
     """o · v_scale / divisor, rounded to the output format; rows that saw no key by the declared rule.
 
     Returns out `[B, H, rows, E]` and lse `[B, H, rows]`.
