@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -19,13 +20,14 @@ import click
 from harness import registry
 from harness.case import Case, cases_folder, load_cases
 from harness.deviations import Review, load_deviations, review
-from harness.recipe import RECIPES, Recipe, get_recipe, load_recipe
+from harness.recipe import DEFAULT_RECIPES, RECIPES, Recipe, get_recipe, load_recipe
 from harness.records import Record, Status, read_records
 
 if TYPE_CHECKING:
     from harness.pipeline import Unit
 
 FAILURE, USAGE, NOTHING_RAN, INTERRUPTED = 1, 2, 3, 130
+SEEDS = 3
 LATEST = Path("reports/latest")
 RECORDS = "records.jsonl"
 F = TypeVar("F", bound=Callable[..., Any])
@@ -76,7 +78,7 @@ def _filters(command: F) -> F:
                 "--recipes", "--recipe", metavar="NAME|FILE.toml", help="Default: all but fp64.", **listed
             ),
             click.option(
-                "--seeds", type=click.IntRange(1), default=3, show_default=True, help="Seeds a case."
+                "--seeds", type=click.IntRange(1), default=SEEDS, show_default=True, help="Seeds a case."
             ),
             click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N."),
             click.option(
@@ -255,7 +257,21 @@ def _cores() -> int:
 def _reviewed(records: list[Record]) -> Review:
     path = cases_folder() / "deviations.toml"
     listed = load_deviations(path) if path.is_file() else ()
-    return review(records, listed, datetime.datetime.now(datetime.UTC).date())
+    reviewed = review(records, listed, datetime.datetime.now(datetime.UTC).date())
+    # An entry is idle when a whole default run gives it nothing to explain; a filtered run cannot tell.
+    return reviewed if _whole(records) else replace(reviewed, unmatched=())
+
+
+def _whole(records: list[Record]) -> bool:
+    """Whether these records cover the default run."""
+    have = {r.key for r in records}
+    return all(
+        (case.id, name, recipe, seed) in have
+        for case in load_cases("all")
+        for seed in range(1 if case.draw.fixed else SEEDS)
+        for name in registry.implementations()
+        for recipe in DEFAULT_RECIPES
+    )
 
 
 def _report(records: list[Record], out: Path, shown: bool = True) -> int:

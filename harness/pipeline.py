@@ -27,13 +27,10 @@ from harness.hazards import RangeLedger, predict, storage_hazards
 from harness.inputs import Inputs, make_inputs
 from harness.machine import machine
 from harness.quantize import Stored, quantize
-from harness.recipe import TENSORS, Recipe, get_recipe
-from harness.recipe import recipes as recipe_names
+from harness.recipe import DEFAULT_RECIPES, TENSORS, Recipe, get_recipe
 from harness.records import Errors, Hazard, Record, Status
 from harness.truth import Truth, reference
 
-# fp64 is the truth's own format: a check of the harness, not a precision under test.
-DEFAULT_RECIPES = tuple(name for name in recipe_names() if name != "fp64")
 BY_CLASSES = "NaN and ±Inf stand where the stored truth has them; error figures are shown, not yet judged"
 
 
