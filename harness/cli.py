@@ -10,8 +10,8 @@ import datetime
 import os
 import sys
 from collections.abc import Callable, Sequence
-from fnmatch import fnmatchcase
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 

@@ -146,8 +146,8 @@ def test_combination_that_did_not_run_is_blank() -> None:
 
 def test_failures_come_before_tables_with_a_command_that_repeats_them() -> None:
     text = to_text(report_of(*grid(["smoke/a"], IMPLEMENTATIONS, ["bf16"]), failed(recipe="fp16", seed=2)))
-    assert text.index("Unexpected failures: 1 cell") < text.index("Errors, pooled")
-    command = text[text.index("python -m harness") : text.index("== Errors")].replace("\\\n", "")
+    assert text.index("Unexpected failures: 1 cell") < text.index("== rel_l2")
+    command = text[text.index("python -m harness") : text.index("== rel_l2")].replace("\\\n", "")
     expected = "python -m harness run --cases smoke --only smoke/tiny --implementations naive_masked"
     assert shlex.split(command) == [*expected.split(), "--recipes", "fp16", "--seeds", "3"]
 
@@ -236,7 +236,16 @@ def test_hazards_are_ordered_by_kind_then_observed_then_headroom() -> None:
         replace(OVERFLOW, stage="c", headroom_bits=math.nan),
         replace(OVERFLOW, stage="d", headroom_bits=-9.0, source="predicted"),
     )  # fmt: skip
-    assert [h.stage for h in report_of(record(hazards=hazards)).hazards] == ["c", "b", "a", "d", "scores"]
+    records = [record(seed=n, hazards=(h,)) for n, h in enumerate(hazards)]
+    assert [h.stage for h in report_of(*records).hazards] == ["c", "b", "a", "d", "scores"]
+
+
+def test_what_an_earlier_stage_of_the_run_caused_is_left_out() -> None:
+    nan = replace(OVERFLOW, kind=HazardKind.NON_FINITE, stage="shifted")
+    flush = replace(OVERFLOW, kind=HazardKind.FLUSH, stage="probs")
+    chain = (replace(OVERFLOW, stage="scores_raw"), replace(OVERFLOW, stage="scores"), nan, flush)
+    assert [h.stage for h in report_of(record(hazards=chain)).hazards] == ["scores_raw", "probs"]
+    assert [h.stage for h in report_of(record(hazards=(nan,))).hazards] == ["shifted"]
 
 
 @pytest.mark.parametrize("kind", HazardKind)
@@ -247,7 +256,7 @@ def test_every_hazard_kind_has_its_place_and_prints_its_advice_once(kind: Hazard
 
 
 def test_terminal_says_how_many_hazards_it_leaves_out() -> None:
-    records = [record(hazards=tuple(replace(OVERFLOW, stage=f"stage{n}") for n in range(40)))]
+    records = [record(seed=n, hazards=(replace(OVERFLOW, stage=f"stage{n}"),)) for n in range(40)]
     assert "… and 15 more in report.md" in to_text(report_of(*records))
     assert "stage39" in to_markdown(report_of(*records))
 
@@ -275,10 +284,30 @@ def test_terminal_text_fits_100_columns(length: int) -> None:
     assert name.replace("_", "") in re.sub(r"[\s_]", "", text)  # wrapped, not cut
 
 
-def test_builtin_recipes_by_builtin_implementations_take_two_blocks() -> None:
+def test_builtin_recipes_by_builtin_implementations_take_one_block() -> None:
     text = to_text(report_of(*grid(["smoke/a"], IMPLEMENTATIONS, recipes())))
-    kernel = text[text.index("kernel error") : text.index("total error")]
-    assert sum(line.startswith("naive_masked ") for line in kernel.split("\n")) == 2
+    tables = text[text.index("== rel_l2") : text.index("== Worst")]
+    assert sum(line.startswith("fp8_kv ") for line in tables.split("\n")) == 1
+
+
+def test_flush_is_marked_only_where_it_lost_more_than_rounding_may() -> None:
+    flush = replace(OVERFLOW, kind=HazardKind.FLUSH, stage="probs", format="fp8_e4m3")
+    for lost, marked in ((2.0**-4, False), (2.0**-3, True)):
+        (group,) = report_of(record(hazards=(replace(flush, lost_mass=lost),))).groups
+        cell = group.cells[0][0]
+        assert cell is not None
+        assert cell.flagged is marked
+
+
+def test_inputs_are_described_once_a_case() -> None:
+    facts = {"var_qk_per_dim": 1.0, "score_peak": 4.0, "mean_top_prob": 0.25}
+    records = [
+        record(seed=n, recipe=r, data={**facts, "score_peak": 4.0 + n})
+        for n in (0, 1)
+        for r in ("bf16", "fp16")
+    ]
+    (row,) = report_of(*records).inputs
+    assert (row.case, row.score_peak, row.mean_top_prob) == ("smoke/tiny", 4.5, 0.25)
 
 
 def hostile_report() -> Report:

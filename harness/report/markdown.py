@@ -79,7 +79,7 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable
 
 def to_markdown(report: Report) -> str:
     """All sections; those with nothing to say are left out. Ends with a newline."""
-    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _refusals, _known)
+    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _inputs, _refusals, _known)
     blocks = [block for section in sections if (block := section(report))]
     return "\n\n".join([*blocks, HOW_TO_READ])
 
@@ -165,8 +165,23 @@ def _hazards(report: Report) -> str:
     ]
     kinds = dict.fromkeys(h.kind for h in report.hazards)
     advice = "\n".join(f"* {kind.value}: {kind.advice}" for kind in kinds)
-    body = table(headers, rows, right=(4, 5, 6)) + _more(len(report.hazards))
-    return f"## Overflow and range\n\nWorst place of each.\n\n{body}\n\n{advice}"
+    body = table(headers, rows, right=(3, 4, 5)) + _more(len(report.hazards))
+    told = (
+        "The first stage of each run at which numbers left their format: in how many cells it was seen in the run"
+        " and foreseen from FP64 values, and the worst place."
+    )
+    return f"## Overflow and range\n\n{told}\n\n{body}\n\n{advice}"
+
+
+def _inputs(report: Report) -> str:
+    if not report.inputs:
+        return ""
+    rows = [
+        [escape(r.case), escape(r.shape), *map(escape, words.facts(r)), escape(r.why)] for r in report.inputs
+    ]
+    body = table([*map(escape, words.INPUT_HEADERS), "why the case exists"], rows, right=(2, 3, 4))
+    told = "From FP64, mean over seeds: softmax is saturated where the top probability nears 1."
+    return f"## What the inputs are like\n\n{told}\n\n{body}"
 
 
 def _refusals(report: Report) -> str:

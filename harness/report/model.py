@@ -120,8 +120,8 @@ class WorstRow:
 
 @dataclass(frozen=True)
 class HazardRow:
-    """Hazards of one (kind, stage, format, recipe). `cells`, `observed`, `predicted` count cells, not
-    elements."""
+    """Hazards of one (kind, stage, format, recipe), less those that an earlier stage of the run caused. `cells`,
+    `observed`, `predicted` count cells, not elements."""
 
     kind: HazardKind
     stage: str
@@ -133,6 +133,18 @@ class HazardRow:
     worst: Hazard
     case: str
     implementation: str
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """What a case's inputs are like, by the mean over its seeds, and why the case exists."""
+
+    case: str
+    shape: str
+    var_qk_per_dim: float
+    score_peak: float
+    mean_top_prob: float
+    why: str
 
 
 @dataclass(frozen=True)
@@ -163,5 +175,6 @@ class Report:
     groups: tuple[GroupTable, ...]
     worst: tuple[WorstRow, ...]
     hazards: tuple[HazardRow, ...]
+    inputs: tuple[InputRow, ...]
     refusals: tuple[RefusalRow, ...]
     known: tuple[KnownRow, ...]

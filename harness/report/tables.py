@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from harness.deviations import Review
+from harness.formats import get_format
 from harness.recipe import recipes
 from harness.records import Errors, Hazard, HazardKind, Record, Status
 from harness.report.model import (
@@ -18,6 +19,7 @@ from harness.report.model import (
     GroupTable,
     HazardRow,
     Headline,
+    InputRow,
     KnownRow,
     RefusalRow,
     Report,
@@ -26,11 +28,13 @@ from harness.report.model import (
 )
 
 WORST = 15
-# Those that change numbers; the other kinds warn of what might.
-FLAGGED = frozenset((HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH, HazardKind.NON_FINITE))
+# Those that spoil numbers; the other kinds warn of what might.
+FLAGGED = frozenset(
+    (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.NON_FINITE, HazardKind.STAGNATION)
+)
 _SEVERITY = (
-    HazardKind.NON_FINITE, HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH,
-    HazardKind.STAGNATION, HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
+    HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION, HazardKind.STAGNATION, HazardKind.FLUSH,
+    HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
 )  # fmt: skip
 _BY_SEVERITY = {kind: rank for rank, kind in enumerate(_SEVERITY)}
 
@@ -52,6 +56,7 @@ def summary(records: Iterable[Record], review: Review) -> Report:
         groups=_groups(records, known),
         worst=_worst(by_key, known),
         hazards=_hazards(records),
+        inputs=_inputs(records),
         refusals=_refusals(records),
         known=tuple(KnownRow(d, n) for d, n in Counter(d for _, d in review.known).items()),
     )
@@ -133,8 +138,14 @@ def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
         kernel=pool(r.errors for r in records),
         total=pool(r.total_errors for r in records),
         labels=frozenset(_label(r, known) for r in records),
-        flagged=any(h.source == "observed" and h.kind in FLAGGED for r in records for h in r.hazards),
+        flagged=any(_spoils(h) for r in records for h in r.hazards),
     )
+
+
+def _spoils(hazard: Hazard) -> bool:
+    """Observed, and of a kind in FLAGGED, or a flush that lost more of P's mass than rounding it may."""
+    lost = hazard.kind is HazardKind.FLUSH and hazard.lost_mass > get_format(hazard.format).unit_roundoff
+    return hazard.source == "observed" and (hazard.kind in FLAGGED or lost)
 
 
 def _worst(by_key: dict[GroupKey, list[Record]], known: frozenset[Identity]) -> tuple[WorstRow, ...]:
@@ -185,7 +196,7 @@ def _hazards(records: Iterable[Record]) -> tuple[HazardRow, ...]:
     """Most severe first: by kind, observed before predicted, then by how far beyond the format."""
     found: dict[tuple[HazardKind, str, str, str], list[tuple[Hazard, Record]]] = defaultdict(list)
     for record in records:
-        for hazard in record.hazards:
+        for hazard in _causes(record.hazards):
             found[hazard.kind, hazard.stage, hazard.format, record.recipe].append((hazard, record))
     rows = []
     for key, entries in found.items():
@@ -202,6 +213,32 @@ def _hazards(records: Iterable[Record]) -> tuple[HazardRow, ...]:
             -row.cells,
         )
     )
+    return tuple(rows)
+
+
+def _causes(hazards: Iterable[Hazard]) -> Iterator[Hazard]:
+    """Without the Inf and NaN that later stages inherit: hazards stand in the order data meets the stages."""
+    spread = False
+    for hazard in hazards:
+        spreads = hazard.source == "observed" and hazard.kind in (HazardKind.OVERFLOW, HazardKind.NON_FINITE)
+        if not (spreads and spread):
+            yield hazard
+        spread = spread or spreads
+
+
+def _inputs(records: Iterable[Record]) -> tuple[InputRow, ...]:
+    """One row a case; a seed's facts are the same in all its cells."""
+    seeds: dict[str, dict[int, Record]] = defaultdict(dict)
+    for record in records:
+        seeds[record.case].setdefault(record.seed, record)
+    rows = []
+    for case, by_seed in seeds.items():
+        first, *_ = met = list(by_seed.values())
+        facts = (
+            statistics.fmean(r.data.get(name, math.nan) for r in met)
+            for name in ("var_qk_per_dim", "score_peak", "mean_top_prob")
+        )
+        rows.append(InputRow(case, first.shape, *facts, first.why))
     return tuple(rows)
 
 

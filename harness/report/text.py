@@ -14,6 +14,7 @@ from harness.report.model import DECIDED, Failure, GroupTable, Report
 
 WIDTH = 100
 SHOWN = 25
+SHOWN_INPUTS = 60
 _REASON = 300  # characters of a reason
 _GAP = 2  # between columns of tabulate's "simple" format,
 _HEADER_PADDING = 2  # which also keeps a column this much wider than its header
@@ -28,7 +29,7 @@ class _NameWrapper(textwrap.TextWrapper):
 
 def to_text(report: Report) -> str:
     """All sections; those with nothing to say are left out. Ends with a newline."""
-    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _refusals, _known)
+    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _inputs, _refusals, _known)
     blocks = [lines for section in sections if (lines := section(report))]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
@@ -73,8 +74,8 @@ def _title(text: str) -> str:
     return f"== {text} =="
 
 
-def _more(total: int, where: str = "report.md") -> list[str]:
-    return [f"… and {total - SHOWN} more in {where}"] if total > SHOWN else []
+def _more(total: int, where: str = "report.md", shown: int = SHOWN) -> list[str]:
+    return [f"… and {total - shown} more in {where}"] if total > shown else []
 
 
 def _headline(report: Report) -> list[str]:
@@ -110,24 +111,25 @@ def _groups(report: Report) -> list[str]:
     lines: list[str] = []
     for group in report.groups:
         extent = f"{words.many(group.cases, 'case')}, {words.many(group.seeds, 'seed')}"
-        for truth, against in (("kernel", "stored truth"), ("total", "exact truth")):
-            title = f"{words.clean(group.group)} ({extent}): {truth} error, rel_l2 against the {against}"
-            lines += [*_paragraph(title), *_grid(group, truth), ""]
+        lines += [*_paragraph(f"{words.clean(group.group)} ({extent})"), *_grid(group), ""]
     if not lines:
         return []
-    legend = [line for entry in words.LEGEND for line in _paragraph(entry)]
-    return [_title("Errors, pooled over cases and seeds by mean square"), *lines, *legend]
+    legend = [line for entry in words.SHORT_LEGEND for line in _paragraph(entry)]
+    title = _title(
+        "rel_l2 against the stored and the exact truth, pooled over cases and seeds by mean square"
+    )
+    return [title, *legend, "", *lines[:-1]]
 
 
-def _grid(group: GroupTable, truth: str) -> list[str]:
-    """The group's table, in as many blocks of recipes as the width asks for."""
-    names = [words.clean(name) for name in group.implementations]
-    first = min(24, max(map(len, names)))
-    folded = [_fold(name, first) for name in names]
-    shown = [[words.cell(cell, truth) for cell in row] for row in group.cells]
-    heads = [_fold(words.clean(r), 12) for r in group.recipes]
+def _grid(group: GroupTable) -> list[str]:
+    """Recipes down, implementations across, in as many blocks as the width asks for."""
+    names = [_fold(words.clean(name), 12) for name in group.recipes]
+    first = max(map(_width, names))
+    columns = [[words.both(row[j]) for j in range(len(group.recipes))] for row in group.cells]
+    heads = [_fold(words.clean(name), 13) for name in group.implementations]
     widths = [
-        max(_HEADER_PADDING + _width(head), *(len(row[j]) for row in shown)) for j, head in enumerate(heads)
+        max(_HEADER_PADDING + _width(head), *map(len, column))
+        for head, column in zip(heads, columns, strict=True)
     ]
     blocks: list[list[int]] = [[]]
     room = WIDTH - first
@@ -139,7 +141,7 @@ def _grid(group: GroupTable, truth: str) -> list[str]:
         room -= width + _GAP
     out = []
     for block in blocks:
-        rows = [[name, *(row[j] for j in block)] for name, row in zip(folded, shown, strict=True)]
+        rows = [[name, *(columns[j][i] for j in block)] for i, name in enumerate(names)]
         out.append(table(["", *(heads[j] for j in block)], rows, wrap=()))
     return "\n\n".join(out).split("\n")
 
@@ -160,15 +162,31 @@ def _hazards(report: Report) -> list[str]:
     if not report.hazards:
         return []
     shown = report.hazards[:SHOWN]
-    headers = [*words.HAZARD_HEADERS, "worst at"]
+    headers = [*words.HAZARD_HEADERS, "worst at (b,h,i,j)"]
     rows = []
     for h in shown:
-        place = f"{words.clean(h.case)}\n{words.clean(h.implementation)} {words.index(h.worst.where)}"
+        place = f"{words.clean(h.case)} {words.clean(h.implementation)} {words.index(h.worst.where)}"
         rows.append([*words.hazard(h), place])
     advice = dict.fromkeys(h.kind for h in shown)
-    lines = [_title("Overflow and range"), table(headers, rows, wrap=(1, 2, 3, 8), right=(4, 5, 6))]
+    lines = [_title("Overflow and range: where numbers left their format, first stage of each run")]
+    lines.append(table(headers, rows, wrap=(1, 2, 6), right=(3, 4, 5)))
     lines += _more(len(report.hazards), "report.md, each one in hazards.csv")
     return lines + [line for kind in advice for line in _paragraph(f"{kind.value}: {kind.advice}")]
+
+
+def _inputs(report: Report) -> list[str]:
+    if not report.inputs:
+        return []
+    rows = [
+        [words.clean(r.case), words.clean(r.shape), *words.facts(r)] for r in report.inputs[:SHOWN_INPUTS]
+    ]
+    lines = table(words.INPUT_HEADERS, rows, wrap=(0, 1), right=(2, 3, 4))
+    more = _more(len(report.inputs), shown=SHOWN_INPUTS)
+    return [
+        _title("What the inputs are like (FP64, mean over seeds); why each case exists: report.md"),
+        lines,
+        *more,
+    ]
 
 
 def _refusals(report: Report) -> list[str]:

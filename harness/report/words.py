@@ -8,14 +8,33 @@ import shlex
 from collections.abc import Sequence
 
 from harness.records import Machine, Status
-from harness.report.model import KNOWN, Cell, Failure, HazardRow, Headline, KnownRow, Pooled, WorstRow
+from harness.report.model import (
+    KNOWN,
+    Cell,
+    Failure,
+    HazardRow,
+    Headline,
+    InputRow,
+    KnownRow,
+    Pooled,
+    WorstRow,
+)
 
 NONE = "–"
 WORST_HEADERS = ("", "rel_l2", "×median", "max ulp", "b,h,i,c", "slope", "bias ulp")
-HAZARD_HEADERS = ("kind", "stage", "format", "recipe", "cells", "bits", "share", "seen")
+HAZARD_HEADERS = ("kind", "stage", "recipe", "seen/pred", "bits", "share")
+INPUT_HEADERS = ("case", "[B, H, L, D]", "Var(q·k)/D", "max |s|", "top prob")
+SHORT_LEGEND = (
+    "kernel error, then total error. F, E: some case failed or raised, and no deviation explains it · k: a listed"
+    " deviation explains it",
+    f"! overflow, saturation, NaN, stagnation or lost probability was observed · {NONE} refused (alone, or in some"
+    " cases) · ? inconclusive in some cases",
+    "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
+)
+_LETTERS = {Status.FAIL.value: "F", Status.ERROR.value: "E", KNOWN: "k", Status.INCONCLUSIVE.value: "?"}
 LEGEND = (
     "FAIL, ERROR: some case failed, and no deviation explains it · known: a listed deviation explains it",
-    "! overflow, saturation, flush or non-finite numbers were observed on the way"
+    "! overflow, saturation, NaN, stagnation or lost probability was observed on the way"
     f" · {NONE} refused (after a figure: in some cases) · ? inconclusive in some cases · blank: not run",
     "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
 )
@@ -71,6 +90,23 @@ def cell(content: Cell | None, truth: str) -> str:
     if Status.REFUSED.value in labels and shown != NONE:
         marks += NONE
     return f"{word} {shown}{marks}".strip()
+
+
+def both(content: Cell | None) -> str:
+    """Kernel and total error and marks, as short as a terminal wants it (SHORT_LEGEND)."""
+    if content is None:
+        return ""
+    marks = "!" * content.flagged + "*" * bool(content.kernel.left_out or content.total.left_out)
+    marks += "".join(letter for label, letter in _LETTERS.items() if label in content.labels)
+    marks += NONE * (Status.REFUSED.value in content.labels)
+    if not content.kernel.measured:
+        return marks
+    return f"{_short(content.kernel.rel_l2)} {_short(content.total.rel_l2)}{marks}"
+
+
+def _short(value: float) -> str:
+    """`figure` without the exponent's leading zero: 1.9e-3."""
+    return figure(value).replace("e-0", "e-").replace("e+0", "e+")
 
 
 def counts(headline: Headline) -> str:
@@ -140,12 +176,16 @@ def worst(row: WorstRow) -> list[str]:
 
 
 def hazard(row: HazardRow) -> list[str]:
-    """What stands under HAZARD_HEADERS. `seen`: in how many cells observed in the run, and in how many
-    predicted."""
-    bits = f"{row.worst.headroom_bits:+.1f}"
-    seen = " ".join(f"{n} {word}" for n, word in ((row.observed, "obs"), (row.predicted, "pred")) if n)
-    names = [row.kind.value, clean(row.stage), clean(row.format), clean(row.recipe)]
-    return [*names, str(row.cells), bits, f"{row.worst.share:.1%}", seen]
+    """What stands under HAZARD_HEADERS. `cells`: observed in the run / predicted from FP64 values."""
+    room = row.worst.headroom_bits
+    bits = f"{room:+.1f}" if abs(room) < 100 or math.isinf(room) else f"{room:+.0f}"
+    names = [row.kind.value, f"{clean(row.stage)} {clean(row.format)}", clean(row.recipe)]
+    return [*names, f"{row.observed}/{row.predicted}", bits, f"{row.worst.share:.1%}"]
+
+
+def facts(row: InputRow) -> list[str]:
+    """Var(q·k)/D, the largest |score|, the mean top probability."""
+    return [number(row.var_qk_per_dim), number(row.score_peak), number(row.mean_top_prob, 2)]
 
 
 def known(row: KnownRow) -> str:
