@@ -16,11 +16,12 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     """Errors of `out` `[B, H, L, E]` (any float dtype) against `truth` (FP64), ulps in the format `fmt`.
 
     NaN, +Inf and −Inf are classes: a position where they differ is a mismatch of its class, and takes no part in the
-    figures, which cover the elements finite in both. Raises ValueError when the shapes differ.
+    figures, which cover the elements finite in both. Squares run in FP64: errors beyond 1e154 give infinite figures.
+    Raises ValueError when the shapes differ.
     """
     if out.shape != truth.shape:
         raise ValueError(f"output is {tuple(out.shape)} and truth {tuple(truth.shape)}; allowed: one shape")
-    x, t = out.to(torch.float64), truth.to(torch.float64)
+    x, t = out.detach().to(torch.float64), truth.detach().to(torch.float64)
     nan = posinf = neginf = 0
     count, finite = x.numel(), None
     if not (_all_finite(x) and _all_finite(t)):
@@ -55,10 +56,10 @@ def _figures(
         return dict.fromkeys((*names, "truth_rms"), math.nan)
     size = delta.abs()
     in_ulps = delta / ulp(t, fmt)
-    square, power, cross = (
-        float(torch.dot(a.reshape(-1), b.reshape(-1))) for a, b in ((delta, delta), (t, t), (x, t))
+    square, power, cross, own, along = (
+        float(torch.dot(a.reshape(-1), b.reshape(-1)))
+        for a, b in ((delta, delta), (t, t), (x, t), (x, x), (delta, t))
     )
-    own = float(torch.dot(x.reshape(-1), x.reshape(-1)))
     rank = math.ceil(0.99 * count)
     ulps = (in_ulps if finite is None else in_ulps[finite]).abs().flatten()
     return {
@@ -67,11 +68,11 @@ def _figures(
         "rel_l2": _ratio(math.sqrt(square), math.sqrt(power)),
         "rel_l1": _ratio(float(size.sum()), float(t.abs().sum())),
         "cosine": _ratio(cross, math.sqrt(own) * math.sqrt(power)) if own or power else 1.0,
-        "sqnr_db": math.inf if square == 0 else (10 * math.log10(power / square) if power else -math.inf),
+        "sqnr_db": _decibel(power, square),
         "max_ulp": float(ulps.max()),
         "p99_ulp": float(ulps.kthvalue(rank).values),
         "bias_ulp": float(in_ulps.sum()) / count,
-        "slope": _ratio(cross - power, power),
+        "slope": _ratio(along, power),
         "truth_rms": math.sqrt(power / count),
         "worst": tuple(int(n) for n in unravel(int(size.argmax()), size.shape)),
     }
@@ -85,6 +86,15 @@ def _all_finite(x: Tensor) -> bool:
 def _ratio(a: float, b: float) -> float:
     """a / b; 0/0 is 0 (a zero output met exactly), a/0 is ±Inf."""
     return a / b if b else (0.0 if a == 0 else math.copysign(math.inf, a))
+
+
+def _decibel(power: float, square: float) -> float:
+    """10 log₁₀(power / square); +∞ without an error, −∞ for an error on a zero truth."""
+    if square == 0:
+        return math.inf
+    return (
+        10 * (math.log10(power) - math.log10(square)) if power else -math.inf
+    )  # the quotient could underflow
 
 
 def unravel(flat: int, shape: torch.Size) -> list[int]:

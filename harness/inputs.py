@@ -77,8 +77,11 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         raise ValueError(f"case {case.id} draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}")
     try:
         q, k, v = (x.double().contiguous() for x in draw(Source(case, seed), **case.draw.params))
-    except TypeError as error:
-        raise ValueError(f"case {case.id} draws {case.draw.kind!r} with wrong parameters: {error}") from None
+    except (TypeError, ArithmeticError, IndexError) as error:
+        first_line = str(error).partition("\n")[0]
+        raise ValueError(
+            f"case {case.id} draws {case.draw.kind!r} with wrong parameters: {first_line}"
+        ) from None
     got, _ = check(q, k, v, case.spec)
     if got != case.shape:
         raise ValueError(f"case {case.id} has shape {case.shape} but its inputs have {got}; make them agree")
@@ -114,13 +117,19 @@ def _channel_outliers(source: Source, channel: int = 3, factor: float = 30.0) ->
 
 
 def _amplitude(source: Source, raw: float | None = None, score: float | None = None) -> Tensors:
-    """Normals, with q scaled so that the largest |q·k| (`raw`) or |scale·q·k| (`score`) over all pairs is this."""
+    """Normals, with q scaled (and turned, if need be) so that the q·k (`raw`) or scale·q·k (`score`) of largest
+    magnitude is this, among the pairs that causality leaves visible."""
     if (raw is None) == (score is None):
         raise TypeError("give raw= or score=, one of them")
     q, k, v = _normal(source)
-    group = source.case.shape.group
-    peak = float((q @ k.repeat_interleave(group, 1).mT).abs().max())
-    target = raw if raw is not None else (score or 0.0) / source.case.spec.scale_for(q.shape[-1])
+    shape, spec = source.case.shape, source.case.spec
+    pairs = q @ k.repeat_interleave(shape.group, 1).mT
+    if spec.causal:
+        pairs = pairs.tril(spec.shift(shape.q_len, shape.S))
+    peak = float(pairs.flatten()[pairs.abs().argmax()]) if pairs.numel() else 0.0
+    if not peak:
+        raise TypeError("a shape where no visible q·k differs from 0 has no amplitude")
+    target = raw if raw is not None else (score or 0.0) / spec.scale_for(q.shape[-1])
     return q * (target / peak), k, v
 
 
@@ -159,7 +168,10 @@ def _uniform(source: Source, centre: float = 20.0, half_width: float = 10.0) -> 
 
 def _values(source: Source, q: Any, k: Any, v: Any) -> Tensors:
     """The numbers themselves, as nested lists of rank 4."""
-    return tuple(torch.tensor(x, dtype=torch.float64) for x in (q, k, v))  # type: ignore[return-value]
+    try:
+        return tuple(torch.tensor(x, dtype=torch.float64) for x in (q, k, v))  # type: ignore[return-value]
+    except ValueError as error:  # ragged lists
+        raise TypeError(str(error)) from None
 
 
 def _file(source: Source, path: str, prefix: str, tokens: int | None = None) -> Tensors:

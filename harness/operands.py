@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.spec import AttentionSpec, Shape
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -49,8 +50,7 @@ def check(
         raise ValueError(f"spec is {spec!r}; allowed: a harness.AttentionSpec")
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:
-            given = f"shape {tuple(x.shape)}" if hasattr(x, "shape") else repr(type(x).__name__)
-            raise ValueError(f"{name} is {given}; allowed: a torch tensor [B, H, L, D]")
+            raise ValueError(f"{name} is {_name(x)}; allowed: a torch tensor [B, H, L, D]")
         if x.dtype not in _FLOATS:
             raise ValueError(f"{name} is {x.dtype}; allowed: {', '.join(str(d) for d in _FLOATS)}")
         if x.device != q.device:
@@ -86,20 +86,28 @@ def _extras(q: Tensor, k: Tensor, mask: Any, bias: Any, sinks: Any, kv_lens: Any
             raise ValueError(f"bias is {_name(bias)}; allowed: a floating-point tensor (mask= takes bool)")
         bias = _broadcast("bias", bias, (b, h, length, s)).to(q.device)
     if sinks is not None:
-        sinks = torch.as_tensor(sinks)
+        allowed = f"a floating-point tensor [{h}], one per query head"
+        sinks = _tensor("sinks", sinks, allowed)
         if sinks.shape != (h,) or not sinks.dtype.is_floating_point:
-            raise ValueError(
-                f"sinks is {_name(sinks)}; allowed: a floating-point tensor [{h}], one per query head"
-            )
+            raise ValueError(f"sinks is {_name(sinks)}; allowed: {allowed}")
         sinks = sinks.to(q.device)
     if kv_lens is not None:
-        kv_lens = torch.as_tensor(kv_lens)
-        if kv_lens.shape != (b,) or kv_lens.dtype.is_floating_point or kv_lens.dtype is torch.bool:
-            raise ValueError(f"kv_lens is {_name(kv_lens)}; allowed: integers [{b}], one per sequence")
+        allowed = f"integers [{b}], one per sequence"
+        kv_lens = _tensor("kv_lens", kv_lens, allowed)
+        if kv_lens.shape != (b,) or kv_lens.dtype not in _INTEGERS:
+            raise ValueError(f"kv_lens is {_name(kv_lens)}; allowed: {allowed}")
         if kv_lens.numel() and (int(kv_lens.min()) < 0 or int(kv_lens.max()) > s):
             raise ValueError(f"kv_lens is {kv_lens.tolist()}; allowed: 0 to kv_len = {s}")
         kv_lens = kv_lens.to(q.device, torch.int64)
     return Extras(mask, bias, sinks, kv_lens)
+
+
+def _tensor(name: str, x: Any, allowed: str) -> Tensor:
+    """A tensor, or a list of numbers as one."""
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} is {_name(x)} that is no tensor; allowed: {allowed}") from None
 
 
 def _name(x: Any) -> str:
@@ -109,9 +117,9 @@ def _name(x: Any) -> str:
 def _broadcast(name: str, x: Tensor, full: tuple[int, int, int, int]) -> Tensor:
     """`x` as a 4-D view whose axes are 1 or full: slices of it stay small."""
     if x.dim() <= 4:
-        x = x[(None,) * (4 - x.dim())]
-        if all(have in (1, want) for have, want in zip(x.shape, full, strict=True)):
-            return x
+        view = x[(None,) * (4 - x.dim())]
+        if all(have in (1, want) for have, want in zip(view.shape, full, strict=True)):
+            return view
     raise ValueError(f"{name} is {_name(x)}; allowed: a shape that broadcasts to [B, H, L, S] = {list(full)}")
 
 

@@ -49,8 +49,9 @@ class Ranges:
 
     `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
     `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many
-    exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over rows. `exp_count[e]`:
-    how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099.
+    exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over `rows`: those with a
+    denominator that is finite and not 0. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099
+    (NaN counts at 0).
     """
 
     raw: Peak = field(default_factory=Peak)
@@ -78,15 +79,17 @@ class Truth:
     ranges: Ranges | None = None
 
 
+@torch.no_grad()
 def reference(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, mask: Tensor | None = None,
     bias: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None, ranges: bool = False,
 ) -> Truth:  # fmt: skip
     """Attention in FP64 on the values given: q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]`.
 
-    NaN and ±Inf of visible keys and of the query propagate; hidden ones have no effect. A visible score of +Inf gives
-    NaN (∞ − ∞); one of −Inf weighs 0 and its value has no effect. A row without any weight is 0 with lse −∞, or NaN
-    under `empty_row="nan"`. Runs on q's device in FP64 whatever the inputs' dtype. `ranges` also collects the ranges.
+    NaN and ±Inf of visible keys and of the query propagate; hidden ones have no effect, and a bias of −∞ hides. A
+    visible score of +Inf gives NaN (∞ − ∞); one of −Inf weighs 0 and its value has no effect. A row without any weight
+    is 0 with lse −∞, or NaN under `empty_row="nan"`. Runs on q's device in FP64 whatever the inputs' dtype, keeps no
+    gradient, and gives the same bits whatever the inputs' strides. `ranges` also collects the ranges.
 
     Raises ValueError for shapes, types or options that do not fit.
     """
@@ -98,12 +101,17 @@ def reference(
     noted = Ranges() if ranges else None
     for b in range(shape.batch):
         for kv_head in range(shape.Hkv):
-            keys, values = k[b, kv_head].double(), v[b, kv_head].double()
+            keys, values = _plain(k[b, kv_head]), _plain(v[b, kv_head])
             for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
                 head = _Head(b, h, q[b, h], keys, values, shape, spec, extras, noted)
                 for rows in _row_blocks(shape):
                     out[b, h, rows], lse[b, h, rows], row_max[b, h, rows] = head.attend(rows)
     return Truth(out, lse, row_max, noted)
+
+
+def _plain(x: Tensor) -> Tensor:
+    """An FP64 copy, contiguous and aligned: a GEMM's last bits depend on its operands' strides and addresses."""
+    return x.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
 
 
 def _row_blocks(shape: Shape) -> Iterator[slice]:
@@ -114,7 +122,7 @@ def _row_blocks(shape: Shape) -> Iterator[slice]:
 
 @dataclass
 class _Head:
-    """One head of one sequence: q `[L, D]`, k `[S, D]` and v `[S, E]` in FP64."""
+    """One head of one sequence: q `[L, D]`, k `[S, D]` and v `[S, E]`, the last two in FP64."""
 
     b: int
     h: int
@@ -166,7 +174,7 @@ class _Head:
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         """`[rows, keys]`, −∞ where hidden."""
-        s = self.q[rows].double() @ self.k[keys].T
+        s = _plain(self.q[rows]) @ self.k[keys].T
         hidden = self._hidden(rows, keys)
         if self.noted is not None:
             raw = _magnitude(s, hidden)
@@ -188,8 +196,8 @@ class _Head:
         return slice_rows_keys(x[b : b + 1, h : h + 1], rows, keys)[0, 0]
 
     def _hidden(self, rows: slice, keys: slice) -> Tensor | None:
-        """Pairs hidden by causality, window or mask; None when there are none. Diagonals of triu and tril count from
-        the block's corner, where the offset key − position is `origin`."""
+        """Pairs hidden by causality, window, mask or bias; None when there are none. Diagonals of triu and tril count
+        from the block's corner, where the offset key − position is `origin`."""
         size = (rows.stop - rows.start, keys.stop - keys.start)
         origin = keys.start - (rows.start + self.shift)
         hidden = None
@@ -201,6 +209,9 @@ class _Head:
         if self.extras.mask is not None:
             masked = ~self._of_head(self.extras.mask, rows, keys)
             hidden = masked.expand(size) if hidden is None else hidden | masked
+        if self.extras.bias is not None:
+            biased = self._of_head(self.extras.bias, rows, keys) == -math.inf
+            hidden = biased.expand(size) if hidden is None else hidden | biased
         return hidden
 
     def _ones(self, size: tuple[int, int]) -> Tensor:
@@ -237,10 +248,10 @@ def _note_probs(
     noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]
 ) -> None:
     noted.row_sum.see(total[:, None], *at, rows.start, keys.start)
-    noted.rows += p.shape[0]
-    if not math.isfinite(float(total.sum())):  # rows that are NaN say nothing of ranges
-        defined = torch.isfinite(total)
+    defined = torch.isfinite(total) & (total > 0)
+    if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges
         p, total = p[defined], total[defined]
+    noted.rows += p.shape[0]
     mantissa, exponent = torch.frexp(p)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
     octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
     noted.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()

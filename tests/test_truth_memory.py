@@ -1,0 +1,47 @@
+"""The truth of a long context fits in memory. Its size is measured in a child, whose peak is its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("resource", reason="ru_maxrss is POSIX")
+
+HEADS, LENGTH, DIM, ROWS = 8, 32768, 64, 256
+# Peak resident sizes in KiB on Linux (bytes on macOS). A small truth first loads the libraries and their pools.
+CHILD = f"""
+import json, resource, sys, torch
+from harness.spec import AttentionSpec
+from harness.truth import reference
+torch.set_num_threads(1)
+unit = 1 if sys.platform == "darwin" else 1024
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+g = torch.Generator().manual_seed(0)
+k, v = (torch.randn(1, {HEADS}, {LENGTH}, {DIM}, generator=g) for _ in "kv")
+q = torch.randn(1, {HEADS}, {ROWS}, {DIM}, generator=g)
+spec = AttentionSpec(causal=True)
+reference(q[:, :1, :16], k[:, :1, :16], v[:, :1, :16], spec)
+before = peak()
+truth = reference(q, k, v, spec)
+print(json.dumps([before, peak(), bool(truth.out.isfinite().all())]))
+"""
+
+
+def test_truth_of_32k_tokens_and_8_heads_takes_at_most_1_gib_beyond_its_inputs() -> None:
+    """The last 256 of the 32,768 rows, each over all keys: a block of rows is as large as in the whole problem, for
+    its size depends on kv_len alone. What the whole adds is the rest of its outputs, added here by their size. (The
+    whole took 120 s on one core and peaked 246 MiB beyond its inputs, 129 MiB of them outputs.)"""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", CHILD], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1],
+    )  # fmt: skip
+    before, after, finite = json.loads(done.stdout)
+    rest_of_outputs = HEADS * (LENGTH - ROWS) * (DIM + 2) * 8
+    beyond_mib = (after - before + rest_of_outputs) / 2**20
+    print(f"beyond inputs: {beyond_mib:.0f} MiB")
+    assert finite
+    assert beyond_mib <= 1024
