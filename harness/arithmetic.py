@@ -56,7 +56,9 @@ class Arithmetic:
         self.block = Block()
         self.flops = 0
         self._at: dict[str, tuple[FloatFormat, str]] = {
-            s: (get_format(recipe.at[s]), recipe.policy(s)) for s in STAGES if s in recipe.at
+            s: (get_format(recipe.format_of(s)), recipe.policy(s))
+            for s in STAGES
+            if s in recipe.at or s in recipe.overflow
         }
 
     def cast(self, x: Tensor, stage: str) -> Tensor:
@@ -83,6 +85,8 @@ class Arithmetic:
         return self.cast(a - b, stage)
 
     def div(self, a: Tensor, b: Tensor | float, stage: str) -> Tensor:
+        if not isinstance(b, Tensor):
+            b = a.new_full((), b)  # by a Python number, CUDA multiplies with the reciprocal: two roundings
         return self.cast(a / b, stage)
 
     def exp(self, x: Tensor, stage: str) -> Tensor:

@@ -7,6 +7,7 @@ or by path. Loading one runs it, as importing a module does: load only files you
 from __future__ import annotations
 
 import runpy
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,7 +93,7 @@ def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case,
         elif str(item) in built_in:
             chosen[built_in[str(item)]] = None
         elif str(item).endswith(".py") and Path(item).is_file():
-            chosen[Path(item)] = None
+            chosen[Path(item).resolve()] = None
         else:
             raise ValueError(
                 f"unknown cases {str(item)!r}; allowed: all, {', '.join(built_in)}, or a path.py"
@@ -106,8 +107,27 @@ def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case,
     return tuple(cases)
 
 
+# What a case file with a mistake in it raises.
+_MISTAKES = (
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    NameError,
+    OSError,
+    SyntaxError,
+    TypeError,
+    ValueError,
+)
+
+
 def _load_file(path: Path) -> list[Case]:
-    cases = runpy.run_path(str(path)).get("CASES")
+    try:
+        cases = runpy.run_path(str(path)).get("CASES")
+    except _MISTAKES as error:
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise ValueError(f"{where}: {type(error).__name__}: {error}; mend the case file") from error
     if not isinstance(cases, (list, tuple)) or not all(isinstance(c, Case) for c in cases):
         raise ValueError(f"{path} does not define CASES; allowed: a list of harness.Case")
     return list(cases)

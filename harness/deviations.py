@@ -15,6 +15,7 @@ from pathlib import Path
 
 from harness.records import Record, Status
 
+_FAILING = (Status.FAIL, Status.ERROR)
 _FIELDS = ("implementation", "case", "recipe", "status", "reason", "link", "expires")
 
 
@@ -65,36 +66,42 @@ class Review:
 def load_deviations(path: Path) -> tuple[Deviation, ...]:
     """Entries of a TOML file of `[[deviation]]` tables. Raises ValueError naming the entry that is wrong."""
     try:
-        entries = tomllib.loads(path.read_text(encoding="utf-8")).get("deviation", [])
-    except tomllib.TOMLDecodeError as error:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+    entries = tables.get("deviation", [])
+    if set(tables) - {"deviation"} or not isinstance(entries, list):
+        raise ValueError(f"{path} has {', '.join(tables)}; allowed: [[deviation]] tables alone")
     return tuple(_entry(path, number, e) for number, e in enumerate(entries, 1))
 
 
-def _entry(path: Path, number: int, entry: dict[str, object]) -> Deviation:
+def _entry(path: Path, number: int, entry: object) -> Deviation:
     where = f"{path}, deviation {number}"
+    if not isinstance(entry, dict):
+        raise ValueError(f"{where} is {entry!r}; allowed: a [[deviation]] table")
     if set(entry) != set(_FIELDS):
         raise ValueError(
             f"{where} has {', '.join(sorted(entry)) or 'nothing'}; allowed: exactly {', '.join(_FIELDS)}"
         )
-    status, expires = str(entry["status"]), entry["expires"]
-    if status not in Status.__members__:
-        raise ValueError(f"{where} has status {status!r}; allowed: {', '.join(Status.__members__)}")
-    if not isinstance(expires, datetime.date):
+    for name in _FIELDS[:-1]:
+        if not isinstance(entry[name], str) or not entry[name].strip():
+            raise ValueError(f"{where} has {name} {entry[name]!r}; allowed: text that is not empty")
+    status, expires = entry["status"], entry["expires"]
+    if status not in (s.value for s in _FAILING):
+        raise ValueError(f"{where} has status {status!r}; allowed: {', '.join(s.value for s in _FAILING)}")
+    if not isinstance(expires, datetime.date) or isinstance(expires, datetime.datetime):
         raise ValueError(
             f"{where} has expires {expires!r}; allowed: a date such as 2027-12-31, without quotes"
         )
-    implementation, case, recipe = (str(entry[f]) for f in ("implementation", "case", "recipe"))
-    return Deviation(
-        implementation, case, recipe, Status[status], str(entry["reason"]), str(entry["link"]), expires
-    )
+    implementation, case, recipe, _, reason, link = (entry[name] for name in _FIELDS[:-1])
+    return Deviation(implementation, case, recipe, Status[status], reason, link, expires)
 
 
 def review(records: Iterable[Record], deviations: Iterable[Deviation], today: datetime.date) -> Review:
     """Sort failures into known and unexpected. An entry is unmatched when the run holds cells it covers that ended
     in a different way in every one of them."""
     records, deviations = list(records), list(deviations)
-    failing = [r for r in records if r.status in (Status.FAIL, Status.ERROR)]
+    failing = [r for r in records if r.status in _FAILING]
     active = [d for d in deviations if d.expires >= today]
     known: list[tuple[Record, Deviation]] = []
     unexpected: list[Record] = []

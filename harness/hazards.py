@@ -1,202 +1,57 @@
-"""The range ledger: where numbers leave their format, per stage, observed in a run and predicted from FP64 values."""
+"""The range ledger: where numbers leave their format, per stage.
+
+Observed in a run by `RangeLedger` (`harness.ledger`); here, what storing the inputs did and what FP64 values predict.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
-from harness.arithmetic import Block
-from harness.formats import FP32, FloatFormat, get_format
+from harness.formats import FP32, FP64, get_format
+from harness.ledger import NEAR_BITS, RESOLUTION_ULP, RangeLedger, beyond, coarse, headroom_bits
 from harness.quantize import Stored
-from harness.recipe import STAGES, TENSORS, Recipe
+from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind
-from harness.spec import Shape
 from harness.truth import Ranges, Truth
 
-NEAR_BITS = 1.0  # headroom below which a stage is called near overflow
-# An error of one ulp of s in the exponent changes a probability by that factor: 2^-4 ≈ 6 %, E4M3's own roundoff.
-RESOLUTION_ULP = 2.0**-4
-
-
-@dataclass
-class _Stage:
-    """What was seen at one stage."""
-
-    total: int = 0
-    peak: float = 0.0
-    peak_at: tuple[int, ...] | None = None
-    overflowed: int = 0
-    overflowed_at: tuple[int, ...] | None = None
-    saturated: int = 0
-    flushed: int = 0
-    stagnated: int = 0
-    undefined: int = 0
-    undefined_at: tuple[int, ...] | None = None
-    mass_before: float = 0.0
-    mass_after: float = 0.0
-
-
-@dataclass
-class RangeLedger:
-    """A watcher for `Arithmetic`: counts what every rounding did. One ledger a run.
-
-    `shape` turns places in folded blocks into (b, h, i, j). Scores that are −∞ because a key is hidden do not count.
-    """
-
-    shape: Shape
-    recipe: Recipe
-    stages: dict[str, _Stage] = field(default_factory=dict)
-
-    def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
-        if after.numel() == 0:
-            return
-        seen = self.stages.get(stage)
-        if seen is None:
-            seen = self.stages[stage] = _Stage()
-        seen.total += after.numel()
-        low, high = (x.item() for x in torch.aminmax(after))
-        if math.isnan(low):  # aminmax gives NaN as soon as one element is
-            nan = torch.isnan(after)
-            seen.undefined += int(nan.sum())
-            seen.undefined_at = seen.undefined_at or self._place(nan, block)
-        if stage == "shifted":  # −∞ of hidden keys, and nothing that can overflow upwards
-            return
-        if not (math.isfinite(low) and math.isfinite(high)):
-            infinite = torch.isinf(after)
-            if seen.overflowed_at is None and bool(infinite.any()):
-                seen.overflowed_at = self._place(infinite, block)
-            seen.overflowed += int(infinite.sum())
-        if after is not before:
-            low, high = (x.item() for x in torch.aminmax(before))
-            self._cast(seen, stage, before, after, max(-low, high))
-        self._peak(seen, stage, max(-low, high), before, block)
-
-    def _cast(self, seen: _Stage, stage: str, before: Tensor, after: Tensor, magnitude: float) -> None:
-        fmt = get_format(self.recipe.format_of(stage))
-        if self.recipe.policy(stage) == "saturate" and not magnitude <= fmt.max:
-            seen.saturated += int((beyond(fmt, before.abs()) & torch.isfinite(after)).sum())
-        seen.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
-        if stage == "probs":
-            seen.mass_before += float(before.sum(dtype=torch.float64))
-            seen.mass_after += float(after.sum(dtype=torch.float64))
-
-    def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
-        """A running sum that stayed where it was although something was added."""
-        stuck = (added != 0) & (after == held) & torch.isfinite(after)
-        self.stages.setdefault(stage, _Stage()).stagnated += int(stuck.sum())
-
-    def _peak(self, seen: _Stage, stage: str, magnitude: float, x: Tensor, block: Block) -> None:
-        """Note a new largest magnitude, and its place where a hazard will tell it."""
-        if magnitude <= seen.peak:
-            return
-        fmt = get_format(self.recipe.format_of(stage))
-        if not math.isfinite(magnitude):
-            x = torch.where(torch.isfinite(x), x, 0.0)
-            magnitude = float(x.abs().amax())
-            if magnitude <= seen.peak:
-                return
-        seen.peak, seen.peak_at = magnitude, None
-        if headroom_bits(fmt, magnitude) < NEAR_BITS or (stage == "scores" and coarse(fmt, magnitude)):
-            seen.peak_at = self._place(x.abs() == magnitude, block)
-
-    def _place(self, hit: Tensor, block: Block) -> tuple[int, ...] | None:
-        """(b, h, i, j) of the first True of a folded `[B, Hkv, G·rows, n]`; j counts from the block's first key."""
-        if hit.dim() != 4 or not bool(hit.any()):
-            return None
-        flat = int(hit.flatten().int().argmax())
-        flat, column = divmod(flat, hit.shape[3])
-        flat, row = divmod(flat, hit.shape[2])
-        b, kv_head = divmod(flat, hit.shape[1])
-        rows = max(block.rows, 1)
-        if hit.shape[1] == self.shape.Hkv and hit.shape[2] == self.shape.group * rows:
-            head, row = kv_head * self.shape.group + row // rows, row % rows
-        else:  # already unfolded: the output
-            head = kv_head
-        return b, head, block.row + row, block.key + column if hit.shape[3] > 1 else 0
-
-    def hazards(self) -> Iterator[Hazard]:
-        """Entries in the order data meets the stages."""
-        for stage in STAGES:
-            if stage in self.stages:
-                yield from self._of(stage, self.stages[stage])
-
-    def _of(self, stage: str, seen: _Stage) -> Iterator[Hazard]:
-        fmt = get_format(self.recipe.format_of(stage))
-
-        def hazard(kind: HazardKind, count: int, where: tuple[int, ...] | None, lost: float = 0.0) -> Hazard:
-            bits = headroom_bits(fmt, seen.peak)
-            return Hazard(kind, stage, fmt.name, "observed", seen.peak, bits, count, seen.total, where, lost)
-
-        if seen.overflowed:
-            yield hazard(HazardKind.OVERFLOW, seen.overflowed, seen.overflowed_at)
-        if seen.saturated:
-            yield hazard(HazardKind.SATURATION, seen.saturated, seen.peak_at)
-        if (
-            not (seen.overflowed or seen.saturated)
-            and headroom_bits(fmt, seen.peak) < NEAR_BITS
-            and stage != "probs"
-        ):
-            yield hazard(HazardKind.NEAR_OVERFLOW, 1, seen.peak_at)
-        if stage == "scores" and coarse(fmt, seen.peak):
-            yield hazard(HazardKind.RESOLUTION, 1, seen.peak_at)
-        if seen.undefined:
-            yield hazard(HazardKind.NON_FINITE, seen.undefined, seen.undefined_at)
-        if seen.stagnated:
-            yield hazard(HazardKind.STAGNATION, seen.stagnated, None)
-        if seen.flushed and stage in ("probs", "exp", "out"):
-            lost = (
-                1 - seen.mass_after / seen.mass_before
-                if seen.mass_before and math.isfinite(seen.mass_before)
-                else 0.0
-            )
-            yield hazard(HazardKind.FLUSH, seen.flushed, None, lost)
-
-
-def headroom_bits(fmt: FloatFormat, peak: float) -> float:
-    """log2(max / peak): how many doublings are left; negative beyond the format, +∞ for nothing seen."""
-    return math.inf if peak == 0 else math.log2(fmt.max / peak) if math.isfinite(peak) else -math.inf
-
-
-def coarse(fmt: FloatFormat, score: float) -> bool:
-    """Whether one ulp of the format at this score is more than RESOLUTION_ULP."""
-    if score == 0 or not math.isfinite(score):
-        return False
-    return 2.0 ** (max(math.frexp(score)[1] - 1, fmt.emin) - fmt.precision + 1) > RESOLUTION_ULP
-
-
-def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
-    """Where rounding leaves the finite range: past the midpoint, or on it where its tie goes to infinity."""
-    limit = fmt.overflow_threshold
-    return magnitude >= limit if fmt.infinities else magnitude > limit
+__all__ = [
+    "NEAR_BITS", "RESOLUTION_ULP", "RangeLedger", "beyond", "coarse", "headroom_bits", "predict", "storage_hazards",
+]  # fmt: skip
 
 
 def storage_hazards(
-    exact: tuple[Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe
+    exact: tuple[torch.Tensor, ...], stored: tuple[Stored, ...], recipe: Recipe
 ) -> Iterator[Hazard]:
-    """What storing q, k and v did: saturated, overflowed, flushed to zero, blocks of zeros."""
+    """What storing q, k and v did: saturated, overflowed, flushed to zero, blocks of zeros.
+
+    An infinity that became ±max counts as saturated. A flush is located by the largest value that became 0.
+    """
     for name, x, kept in zip(TENSORS, exact, stored, strict=True):
         fmt = get_format(recipe.storage[name])
         scaled = x if kept.scale is None else x / kept.scale
-        size = torch.where(torch.isfinite(scaled), scaled, 0.0).abs()
-        peak = float(size.max()) if size.numel() else 0.0
-        where = None
-        if peak:
-            where = tuple(int(n) for n in (size == peak).nonzero()[0])
-        counts = {
-            HazardKind.OVERFLOW: int((torch.isfinite(x) & ~torch.isfinite(kept.codes)).sum()),
-            HazardKind.SATURATION: int((beyond(fmt, size) & torch.isfinite(kept.codes)).sum()),
-            HazardKind.FLUSH: int(((kept.codes == 0) & (x != 0)).sum()),
-            HazardKind.ZERO_AMAX: kept.zero_blocks,
+        size = scaled.abs()
+        finite = torch.where(torch.isfinite(size), size, 0.0)
+        peak = float(finite.max()) if size.numel() else 0.0
+        hits = {
+            HazardKind.OVERFLOW: torch.isfinite(x) & ~torch.isfinite(kept.codes),
+            HazardKind.SATURATION: beyond(fmt, size) & torch.isfinite(kept.codes),
+            HazardKind.FLUSH: (kept.codes == 0) & (x != 0),
         }
-        for kind, count in counts.items():
-            if count:
-                yield Hazard(
-                    kind, name, fmt.name, "observed", peak, headroom_bits(fmt, peak), count, x.numel(), where
-                )
+        bits = headroom_bits(fmt, peak)
+        for kind, hit in hits.items():
+            if count := int(hit.sum()):
+                worst = hit & (size == size[hit].max())
+                where = tuple(int(n) for n in worst.nonzero()[0])
+                yield Hazard(kind, name, fmt.name, "observed", peak, bits, count, x.numel(), where)
+        if kept.zero_blocks:
+            assert kept.scale is not None
+            total = kept.scale.numel()
+            yield Hazard(
+                HazardKind.ZERO_AMAX, name, fmt.name, "observed", peak, bits, kept.zero_blocks, total
+            )
 
 
 def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterator[Hazard]:
@@ -233,12 +88,14 @@ def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterato
 def _predict_flush(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
     """exp(s − m)·S at or below half a subnormal becomes 0 (the tie goes to even, which is 0)."""
     fmt = get_format(recipe.format_of("probs"))
-    limit = round(math.log2(2 * recipe.p_scale / fmt.min_subnormal))  # flushed when exp(s − m) ≤ 2^-limit
-    if recipe.normalise == "early" or limit >= len(ranges.probs_count) or fmt.precision >= FP32.precision:
+    if recipe.normalise == "early" or fmt.precision >= FP32.precision:
         return
-    count = int(ranges.probs_count[limit:].sum())
+    limit = round(math.log2(2 * recipe.p_scale / fmt.min_subnormal))  # flushed when exp(s − m) ≤ 2^-limit
+    # What underflows in the base's own exp is 0 before its cast, and no scale brings it back.
+    base = 1 - round(math.log2(get_format(recipe.base).min_subnormal))
+    count = int(ranges.probs_count[limit:base].sum())
     if count:
-        lost = float(ranges.probs_mass[limit:].sum()) / max(ranges.rows, 1)
+        lost = float(ranges.probs_mass[limit:base].sum()) / max(ranges.rows, 1)
         bits = headroom_bits(fmt, recipe.p_scale)
         yield Hazard(
             HazardKind.FLUSH,
@@ -261,8 +118,9 @@ def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
         if recipe.normalise == "early" and stage == "probs":
             continue
         fmt = get_format(recipe.format_of(stage))
-        bits = math.log2(fmt.max / factor) - top.value * math.log2(math.e)
-        if bits < 0:
+        octaves = top.value * math.log2(math.e)
+        bits = math.log2(fmt.max / factor) - octaves
+        if math.log2(min(fmt.overflow_threshold, FP64.max) / factor) < octaves:
             saturates = recipe.policy(stage) == "saturate"
             kind = HazardKind.SATURATION if saturates else HazardKind.OVERFLOW
             octave = min(math.floor(math.log2(fmt.max / factor)) + 1, len(ranges.exp_count) - 1)

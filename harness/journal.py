@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
 import torch
 
-from harness.pipeline import Unit, run_units
+from harness.interrupts import interrupts_held
+from harness.machine import machine
+from harness.pipeline import Unit, run_unit, run_units
 from harness.records import Record, read_records, to_json, write_records
 
 
@@ -19,8 +22,10 @@ def record(path: Path, units: Sequence[Unit], jobs: int, resume: bool) -> Iterat
     """Run the units, append each one's records to `path`, and yield them.
 
     With `resume`, records of `path` that belong to these units are kept, and yielded, and units that are complete are
-    not run again; otherwise the file starts empty. Lines are flushed to disk unit by unit: a killed run leaves whole
-    records, and at most one cut line at the end, which resuming drops. Raises ValueError for a damaged file.
+    not run again; records of other units go. Otherwise the file starts empty. Lines are flushed to disk unit by unit: a
+    killed run leaves whole records, and at most one cut line at the end, which resuming drops.
+
+    Raises ValueError for a damaged file, BrokenExecutor when a worker process dies.
     """
     done = _kept(path, units) if resume else {}
     write_records(path, [r for unit in units for r in done.get((unit.case.id, unit.seed), [])])
@@ -31,11 +36,22 @@ def record(path: Path, units: Sequence[Unit], jobs: int, resume: bool) -> Iterat
     if not left:
         return
     with path.open("a", encoding="utf-8", newline="\n") as file, workers(min(jobs, len(left))) as executor:
-        for unit, records in run_units(left, executor):
+        for unit, records in _results(left, executor):
             file.write("".join(to_json(r) + "\n" for r in records))
             file.flush()
             os.fsync(file.fileno())
             yield unit, records
+
+
+def _results(units: Sequence[Unit], pool: ProcessPoolExecutor | None) -> Iterator[tuple[Unit, list[Record]]]:
+    """`run_units`, but nothing is cancelled on the way out: a pool that loses its processes while it holds cancelled
+    futures prints a traceback (Python 3.11)."""
+    if pool is None:
+        yield from run_units(units)
+        return
+    futures = [pool.submit(run_unit, unit) for unit in units]
+    for unit, future in zip(units, futures, strict=True):
+        yield unit, future.result()
 
 
 def _kept(path: Path, units: Sequence[Unit]) -> dict[tuple[str, int], list[Record]]:
@@ -48,11 +64,25 @@ def _kept(path: Path, units: Sequence[Unit]) -> dict[tuple[str, int], list[Recor
     kept = {}
     for unit in units:
         found = by_unit.get((unit.case.id, unit.seed), {})
-        digests = {r.name: r.digest for r in unit.recipes}
-        whole = unit.keys <= found.keys()
-        if whole and all(found[k].recipe_digest == digests[k[2]] for k in unit.keys):
-            kept[unit.case.id, unit.seed] = [r for k, r in found.items() if k in unit.keys]
+        wanted = unit.keys
+        if wanted <= found.keys() and all(_belongs(found[key], unit) for key in wanted):
+            kept[unit.case.id, unit.seed] = [r for key, r in found.items() if key in wanted]
     return kept
+
+
+def _belongs(r: Record, unit: Unit) -> bool:
+    """Whether a record is what running its cell here would give, as far as it can tell: the same recipe, case, device
+    and software. It cannot tell a changed implementation or rule from an unchanged one."""
+    here, there = machine(unit.device), r.machine
+    digests = {recipe.name: recipe.digest for recipe in unit.recipes}
+    return (
+        r.recipe_digest == digests[r.recipe]
+        and (r.shape, r.why) == (str(unit.case.shape), unit.case.why)
+        and all(
+            getattr(here, name) == getattr(there, name)
+            for name in ("device", "isa", "torch", "numpy", "harness")
+        )
+    )
 
 
 @contextmanager
@@ -67,12 +97,31 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
         finally:
             torch.set_num_threads(threads)
         return
+    others = set(active_children())
     # spawn: a forked child of a process that has used OpenMP may hang
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=torch.set_num_threads, initargs=(1,)
-    ) as pool:
-        try:
-            yield pool
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_start_worker)
+    try:
+        # Workers never see Ctrl-C, not even while they import: they are ended below, in silence.
+        with interrupts_held():
+            for _ in range(jobs):
+                pool.submit(int)  # each starts a process
+        yield pool
+    except BaseException:
+        for child in set(active_children()) - others:  # a cell may take minutes: do not wait for it
+            child.terminate()
+        raise
+    finally:
+        pool.shutdown()
+
+
+def _start_worker() -> None:
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A killed parent closes nothing: without this its workers would wait for work for ever."""
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,9 +16,13 @@ import torch
 from harness.records import Machine
 
 
-@cache
 def machine(device: str = "cpu") -> Machine:
     """The machine and its software. `device` adds the accelerator's own name."""
+    return replace(_machine(device), threads=torch.get_num_threads())  # which may change during a process
+
+
+@cache
+def _machine(device: str) -> Machine:
     name = device
     if device.startswith("cuda"):
         name = f"{device} ({torch.cuda.get_device_name(device)})"
@@ -30,7 +35,7 @@ def machine(device: str = "cpu") -> Machine:
         cpu=_cpu(),
         isa=torch.backends.cpu.get_cpu_capability(),
         cores=os.cpu_count() or 0,
-        threads=torch.get_num_threads(),
+        threads=0,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,

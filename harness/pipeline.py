@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from harness.machine import machine
 from harness.quantize import Stored, quantize
 from harness.recipe import DEFAULT_RECIPES, TENSORS, Recipe, get_recipe
 from harness.records import Errors, Hazard, Record, Status
+from harness.spec import Shape
 from harness.truth import Truth, reference
 
 BY_CLASSES = "NaN and ±Inf stand where the stored truth has them; error figures are shown, not yet judged"
@@ -55,8 +57,8 @@ class Unit:
 
 
 def plan(
-    cases: Iterable[Case], implementations: Sequence[str] | None = None,
-    recipes: Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
+    cases: Iterable[Case], implementations: str | Sequence[str] | None = None,
+    recipes: str | Recipe | Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
 ) -> list[Unit]:  # fmt: skip
     """The units of a run, in order. Cases whose inputs do not depend on the seed run once.
 
@@ -64,6 +66,8 @@ def plan(
     """
     if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
         raise ValueError(f"seeds is {seeds!r}; allowed: an integer ≥ 1")
+    implementations = (implementations,) if isinstance(implementations, str) else implementations
+    recipes = (recipes,) if isinstance(recipes, (str, Recipe)) else recipes
     names = tuple(dict.fromkeys(registry.implementations() if implementations is None else implementations))
     for name in names:
         registry.entry(name)
@@ -78,13 +82,13 @@ def plan(
 
 
 def run(
-    cases: str | Iterable[Case] = "all", implementations: Sequence[str] | None = None,
-    recipes: Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
+    cases: str | Path | Iterable[Case] = "all", implementations: str | Sequence[str] | None = None,
+    recipes: str | Recipe | Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
     executor: Executor | None = None,
 ) -> list[Record]:  # fmt: skip
     """Every cell's record, in a fixed order whatever the executor. See `plan` for what raises."""
     use_device(device)
-    chosen = load_cases(cases) if isinstance(cases, str) else cases
+    chosen = load_cases(cases) if isinstance(cases, (str, Path)) else cases
     return [
         r
         for _, batch in run_units(plan(chosen, implementations, recipes, device, seeds), executor)
@@ -111,7 +115,11 @@ class _Shared:
 def run_unit(unit: Unit) -> list[Record]:
     """All cells of a unit."""
     device = use_device(unit.device)
-    inputs = make_inputs(unit.case, unit.seed)
+    try:
+        inputs = make_inputs(unit.case, unit.seed)
+    except ValueError as error:
+        error.add_note(f"in case {unit.case.id}")
+        raise
     exact = tuple(x.to(device) for x in inputs.tensors)
     exact_truth, exact_ms = _truth(exact, unit.case, device)
     data = _facts(exact_truth, unit.case)
@@ -177,12 +185,34 @@ def _attempt(unit: Unit, name: str, recipe: Recipe, shared: _Shared) -> _Outcome
     except Exception as error:
         return _Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
     run_ms = 1e3 * (time.perf_counter() - start)
-    if tuple(result.out.shape) != shape.tensor("out"):
-        reason = f"output is {tuple(result.out.shape)}, but should be {shape.tensor('out')}"
-        return _Outcome(Status.FAIL, (reason,), run_ms=run_ms)
+    if wrong := _misshapen(result, shape):
+        return _Outcome(Status.FAIL, wrong, run_ms=run_ms)
     foreseen = predict(shared.truth, recipe, getattr(implementation, "subtracts_max", True))
     hazards = (*shared.hazards, *foreseen, *ledger.hazards())
     return _Outcome(Status.PASS, (), result, hazards, run_ms=run_ms)
+
+
+def _misshapen(result: Any, shape: Shape) -> tuple[str, ...]:
+    """What is wrong with a result before any of its numbers is looked at."""
+    out = shape.tensor("out")
+    wanted = {"out": out, "lse": out[:3]}
+    wrong = []
+    for name, size in wanted.items():
+        x = getattr(result, name, None)
+        if x is None and name == "lse":  # not every kernel gives one
+            continue
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+            wrong.append(f"{name} is {got}, but should be a floating-point tensor {size}")
+        elif tuple(x.shape) != size:
+            wrong.append(f"{name} is {tuple(x.shape)}, but should be {size}")
+    return tuple(wrong)
+
+
+def is_emulated(name: str, recipe: Recipe) -> bool:
+    """Whether time says nothing about the formats: some are narrower than what the arithmetic runs in."""
+    narrow = {*recipe.storage.values(), *recipe.at.values()} - {recipe.base}
+    return registry.entry(name).emulated and bool(narrow)
 
 
 def _cell(
@@ -211,7 +241,7 @@ def _cell(
         case=case.id, group=case.group, shape=str(case.shape), why=case.why, implementation=name,
         recipe=recipe.name, recipe_digest=recipe.digest, seed=unit.seed, status=status, reasons=reasons,
         errors=errors, total_errors=total, lse_errors=lse_errors, hazards=outcome.hazards,
-        traceback=outcome.traceback, emulated=registry.entry(name).emulated and recipe.base != recipe.out_format,
+        traceback=outcome.traceback, emulated=is_emulated(name, recipe),
         run_ms=outcome.run_ms, truth_ms=shared.truth_ms, flops=attention_flops(case.shape, case.spec),
         computed_flops=getattr(outcome.result, "flops", 0), kv_bytes_per_token=kv_bytes_per_token(case.shape, recipe),
         data=data, inputs_hash=inputs.hash, output_hash=output_hash, machine=machine(unit.device),

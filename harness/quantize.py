@@ -38,11 +38,10 @@ def quantize(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None 
     missing there, present elsewhere, not positive and finite, or does not broadcast.
     """
     fmt, scaling = get_format(recipe.storage[name]), recipe.scaling.get(name)
-    x = x.double()
+    x = x.detach().double()
     divisor, zero_blocks = None, 0
     if scaling is None or scaling.source == "unit":
-        if scale is not None:
-            raise ValueError(f"a scale for {name} was given; recipe {recipe.name} takes none: leave it out")
+        _no_scale(scale, name, recipe)
     elif scale is not None:
         divisor = check_scale(scale, x, name)
     elif scaling.source == "given":
@@ -65,8 +64,8 @@ def amax_scale(x: Tensor, scaling: Scaling, top: float) -> tuple[Tensor, int]:
     empty = amax == 0
     scale = (amax / top).clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
     if scaling.power_of_two:
-        mantissa, exponent = torch.frexp(scale)
-        scale = torch.ldexp(torch.ones_like(scale), exponent - (mantissa == 0.5).int())
+        mantissa = torch.frexp(scale)[0]  # in [½, 1); scale / mantissa is a power of two, so it is exact
+        scale = torch.where(mantissa == 0.5, scale, scale / mantissa).clamp(max=2.0**127)
     else:
         scale = scale.float().double()
     return scale.masked_fill(empty, 1.0), int(empty.sum())
@@ -74,7 +73,7 @@ def amax_scale(x: Tensor, scaling: Scaling, top: float) -> tuple[Tensor, int]:
 
 def check_scale(scale: Tensor | float, x: Tensor, name: str) -> Tensor:
     """A given scale as FP32 values in FP64. Raises ValueError when it cannot scale `x`."""
-    scale = torch.as_tensor(scale, device=x.device).float().double()
+    scale = torch.as_tensor(scale, device=x.device).detach().float().double()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(
             f"the scale of {name} is not positive and finite; allowed: numbers > 0 that FP32 holds"
@@ -89,14 +88,24 @@ def check_scale(scale: Tensor | float, x: Tensor, name: str) -> Tensor:
     return scale
 
 
+def _no_scale(scale: Tensor | float | None, name: str, recipe: Recipe) -> None:
+    if scale is not None:
+        raise ValueError(f"a scale for {name} was given; recipe {recipe.name} takes none: leave it out")
+
+
 def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) -> Stored:
     """Take `x` as stored values (codes times scales) and find the codes.
 
-    Raises ValueError for a value that the storage format cannot hold; a NaN is accepted, ±Inf where the format has it.
-    An FP32 `x` may be code·scale rounded to FP32.
+    NaN is accepted, ±Inf where the format has it. An FP32 `x` may be code·scale rounded to FP32. Raises ValueError
+    for a value that the storage format cannot hold, and for a scale where the recipe has none.
     """
     fmt = get_format(recipe.storage[name])
-    divisor = None if scale is None else check_scale(scale, x, name)
+    scaling, divisor = recipe.scaling.get(name), None
+    if scaling is None or scaling.source == "unit":
+        _no_scale(scale, name, recipe)
+    elif scale is not None:
+        divisor = check_scale(scale, x, name)
+    x = x.detach()
     exact = x.double()
     codes = round_to(
         exact if divisor is None else exact / divisor, fmt, "nan" if not fmt.infinities else "inf"
@@ -111,7 +120,7 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
             else ""
         )
         raise ValueError(
-            f"{name}[{', '.join(map(str, at))}] = {float(x[at]):.9g} is no value of {fmt.name}{hint};"
+            f"{name}[{', '.join(map(str, at))}] = {float(x[at])!r} is no value of {fmt.name}{hint};"
             f" allowed: stored values, with scales= where the recipe scales, or quantize=True to round first"
         )
     return Stored(codes, divisor)

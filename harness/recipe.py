@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from harness._frozen import FrozenMap
-from harness.formats import get_format
+from harness.formats import FORMATS, get_format
 
 # Rounding points in the order data meets them. `scores_raw`: q·k. `scores`: every later store of S (scale, softcap,
 # bias). `shifted`: s − m. `block_out`: P·V of one KV block. `acc`: the output before it is divided.
@@ -43,6 +44,8 @@ class Scaling:
             raise ValueError(f"granularity is {self.granularity!r}; allowed: {', '.join(GRANULARITIES)}")
         if self.source not in SOURCES:
             raise ValueError(f"scale source is {self.source!r}; allowed: {', '.join(SOURCES)}")
+        if not isinstance(self.power_of_two, bool):
+            raise ValueError(f"power_of_two is {self.power_of_two!r}; allowed: True, False")
 
 
 @dataclass(frozen=True)
@@ -79,16 +82,22 @@ class Recipe:
             raise ValueError(
                 "row_sum='after' needs the cast of P before the sum; allowed: 'before' with normalise='early'"
             )
-        if not (math.isfinite(self.p_scale) and self.p_scale > 0):
-            raise ValueError(f"p_scale is {self.p_scale}; allowed: a finite number > 0")
+        number = isinstance(self.p_scale, (int, float)) and not isinstance(self.p_scale, bool)
+        if not (number and math.isfinite(self.p_scale) and self.p_scale > 0):
+            raise ValueError(f"p_scale is {self.p_scale!r}; allowed: a finite number > 0")
         _keys("storage", self.storage, TENSORS)
         _keys("at", self.at, STAGES)
         _keys("scaling", self.scaling, TENSORS)
         _keys("overflow", self.overflow, (*STAGES, *TENSORS))
+        for tensor, scaling in self.scaling.items():
+            if not isinstance(scaling, Scaling):
+                raise ValueError(f"scaling of {tensor} is {scaling!r}; allowed: a Scaling")
         object.__setattr__(self, "storage", FrozenMap({t: self.storage.get(t, self.base) for t in TENSORS}))
         for name in ("at", "overflow", "scaling"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
-        for fmt in (*self.storage.values(), *self.at.values()):
+        for place, fmt in (*self.storage.items(), *self.at.items()):
+            if fmt not in FORMATS:
+                raise ValueError(f"format of {place} is {fmt!r}; allowed: {', '.join(FORMATS)}")
             if get_format(fmt).precision > get_format(self.base).precision:
                 raise ValueError(
                     f"{fmt} holds more than the base {self.base}; allowed: formats within the base"
@@ -111,15 +120,16 @@ class Recipe:
 
     @property
     def storage_key(self) -> tuple[object, ...]:
-        """Recipes with equal keys store equal inputs, hence share one stored truth."""
-        return tuple((self.storage[t], self.policy(t), self.scaling.get(t)) for t in TENSORS)
+        """Recipes with equal keys store equal inputs, hence share one stored truth. A unit scale is no scale."""
+        scaled = {t: s for t, s in self.scaling.items() if s.source != "unit"}
+        return tuple((self.storage[t], self.policy(t), scaled.get(t)) for t in TENSORS)
 
     @property
     def digest(self) -> str:
         """Everything but the name, as text: two recipes with equal digests compute the same."""
         parts = [
             f"base={self.base}",
-            f"p_scale={self.p_scale:g}",
+            f"p_scale={self.p_scale:.17g}",
             f"row_sum={self.row_sum}",
             f"normalise={self.normalise}",
         ]
@@ -139,6 +149,8 @@ def _one_of(name: str, value: object, allowed: tuple[str, ...]) -> None:
 
 
 def _keys(name: str, mapping: Mapping[str, object], allowed: tuple[str, ...]) -> None:
+    if not isinstance(mapping, Mapping):
+        raise ValueError(f"{name} is {mapping!r}; allowed: a mapping with keys among {', '.join(allowed)}")
     for key in mapping:
         if key not in allowed:
             raise ValueError(f"{name} names {key!r}; allowed: {', '.join(allowed)}")
@@ -210,14 +222,21 @@ def load_recipe(path: Path) -> Recipe:
     Raises ValueError for a file that cannot be read, a field that does not exist or a value that is not allowed.
     """
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"recipe file {path} cannot be read: {error}") from None
     try:
-        scaling = {tensor: Scaling(**table) for tensor, table in fields.pop("scaling", {}).items()}
-        return Recipe(**{"name": path.stem, **fields}, scaling=scaling)
-    except (TypeError, AttributeError) as error:
-        raise ValueError(f"recipe file {path} is not a recipe: {error}") from None
+        _keys("the file", table, tuple(f.name for f in fields(Recipe)))
+        _keys("scaling", table.get("scaling", {}), TENSORS)
+        scaling = {tensor: _scaling(tensor, x) for tensor, x in table.pop("scaling", {}).items()}
+        return Recipe(**{"name": path.stem, **table}, scaling=scaling)
+    except ValueError as error:
+        raise ValueError(f"recipe file {path}: {error}") from None
+
+
+def _scaling(tensor: str, table: Mapping[str, Any]) -> Scaling:
+    _keys(f"scaling.{tensor}", table, tuple(f.name for f in fields(Scaling)))
+    return Scaling(**table)
 
 
 def recipes() -> tuple[str, ...]:

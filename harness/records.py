@@ -205,11 +205,13 @@ class Record:
 def pooled_rms(values: Iterable[float]) -> float:
     """Root of the mean square: how seeds and heads pool (never the mean of RMSEs). NaN when empty or any is NaN."""
     values = list(values)
-    return math.hypot(*values) / math.sqrt(len(values)) if values else math.nan
+    if not values or any(math.isnan(v) for v in values):  # hypot(nan, inf) is inf
+        return math.nan
+    return math.hypot(*values) / math.sqrt(len(values))
 
 
 def to_json(record: Record) -> str:
-    """One line, without a newline."""
+    """One line, without a newline. Lone surrogates, which UTF-8 and strict JSON lack, become text such as `\\ud800`."""
     return json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
 
 
@@ -218,8 +220,10 @@ def _plain(value: Any) -> Any:
         return value.value
     if dataclasses.is_dataclass(value):
         return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+    if isinstance(value, str):
+        return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
-        return {k: _plain(v) for k, v in value.items()}
+        return {_plain(k): _plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
@@ -245,7 +249,10 @@ def iter_records(path: Path | str) -> Iterator[Record]:
     from pydantic import TypeAdapter, ValidationError
 
     adapter = TypeAdapter(Record)
-    text = Path(path).read_text(encoding="utf-8")
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} holds no records: it is not UTF-8 ({error.reason})") from None
     # A record ends with its newline: what follows the last one was cut off while it was written.
     for number, line in enumerate(text.split("\n")[:-1], 1):
         if not line.strip():

@@ -1,15 +1,15 @@
 """Implementations by name: a table to read, joined by the entry points of installed packages.
 
 An entry is `"module:object"`; nothing is imported until `get()`. The object has `run(q, k, v, spec, *, recipe, …) ->
-Result` and `refusals(spec, shape, recipe, …) -> tuple[str, ...]` (see `harness.attention.Algorithm`).
+Result`, `run_stored(stored, spec, recipe, …, watch) -> Result`, which the pipeline calls, and `refusals(spec, shape,
+recipe, …) -> tuple[str, ...]` (see `harness.attention.Algorithm`).
 """
 
 from __future__ import annotations
 
-import importlib
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 ENTRY_POINTS = "attention_harness.implementations"
@@ -75,5 +75,4 @@ def entry(name: str) -> Entry:
 
 def get(name: str) -> Any:
     """The implementation itself. Imports its module. Raises ValueError for an unknown name."""
-    module, _, attribute = entry(name).target.partition(":")
-    return getattr(importlib.import_module(module), attribute)
+    return EntryPoint(name, entry(name).target, ENTRY_POINTS).load()

@@ -60,7 +60,8 @@ class Algorithm:
 
         NaN and ±Inf of visible inputs propagate, those of hidden keys do not; a row that sees nothing follows
         `spec.empty_row`. q, k and v hold stored values: codes times `scales=(q, k, v)` where the recipe scales.
-        `quantize=True` rounds (and scales) them first. `watch` sees every rounding. Runs on q's device.
+        `quantize=True` rounds (and scales) them first. `watch` sees every rounding. Runs on q's device, without
+        gradients.
 
         Raises ValueError for shapes that do not fit, a value the storage format cannot hold, an unknown recipe or
         option, and a case this algorithm refuses.
@@ -80,11 +81,13 @@ class Algorithm:
         """`run` on inputs that are stored already."""
         chosen = {**self.options, **options}
         for name, value in options.items():
-            if name not in self.options or value < 1:
-                allowed = ", ".join(f"{o} ≥ 1" for o in self.options) or "none"
-                raise ValueError(f"option {name}={value} for {self.name}; allowed: {allowed}")
+            whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+            if name not in self.options or not whole:
+                allowed = ", ".join(f"{o}, an integer ≥ 1" for o in self.options) or "none"
+                raise ValueError(f"option {name}={value!r} for {self.name}; allowed: {allowed}")
         arithmetic = Arithmetic(recipe, watch)
-        out, lse = self.body(arithmetic, _problem(stored, spec, extras, arithmetic.dtype), **chosen)
+        with torch.no_grad():  # bias and sinks may ask for gradients; rounding has none
+            out, lse = self.body(arithmetic, _problem(stored, spec, extras, arithmetic.dtype), **chosen)
         dtype = DTYPES[recipe.out_format]
         return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, arithmetic.flops)
 
@@ -93,11 +96,13 @@ def store(
     tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any = None, round_first: bool = False
 ) -> tuple[Stored, Stored, Stored]:
     """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
-    scales = (None, None, None) if scales is None else tuple(scales)
+    allowed = "three, for q, k and v, each a tensor, a number or None"
+    if scales is None:
+        scales = (None, None, None)
+    elif not isinstance(scales, (tuple, list)):
+        raise ValueError(f"scales is a {type(scales).__name__}; allowed: a tuple of {allowed}")
     if len(scales) != 3:
-        raise ValueError(
-            f"scales has {len(scales)} entries; allowed: three, for q, k and v, each a tensor or None"
-        )
+        raise ValueError(f"scales has {len(scales)} entries; allowed: {allowed}")
     take = quantize if round_first else admit
     q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
     return q, k, v
@@ -107,13 +112,11 @@ def _problem(
     stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, extras: Extras, dtype: torch.dtype
 ) -> Problem:
     q, k, v = stored
-    v_codes, v_scale = v.codes, v.scale
-    if v_scale is not None and v_scale.shape[2] > 1:
-        # A scale per token sits inside the sum over keys: V is descaled on load, in the base format.
-        v_codes, v_scale = v_codes * v_scale, None
     (b, h, length, d), (_, hk, s, e) = q.codes.shape, v.codes.shape
+    # Contiguous: the last bits of a GEMM depend on its operands' strides.
+    q_codes, k_codes, v_codes = (x.codes.to(dtype).contiguous() for x in stored)
     return Problem(
         Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e), spec, extras,
-        q.codes.to(dtype), k.codes.to(dtype), v_codes.to(dtype), q.scale, k.scale, v_scale,
+        q_codes, k_codes, v_codes, q.scale, k.scale, v.scale,
         v_finite=bool(torch.isfinite(v.codes).all()),
     )  # fmt: skip

@@ -34,6 +34,10 @@ class KVCache:
 
         Raises ValueError when they do not fit the cache.
         """
+        for name, new, held in (("k", k, self._k), ("v", v, self._v)):
+            if new.dim() != 4:
+                form = f"[B, Hkv, n, ·] = ({held.shape[0]}, {held.shape[1]}, n, {held.shape[3]})"
+                raise ValueError(f"{name} is {tuple(new.shape)}; allowed: {form} for this cache")
         end = self.length + k.shape[2]
         for name, new, held in (("k", k, self._k), ("v", v, self._v)):
             want = (*held.shape[:2], k.shape[2], held.shape[3])

@@ -41,7 +41,7 @@ def attend(
         w = ar.cast(e * ar.recipe.p_scale, "probs")
         l = _denominator(ar, w / ar.recipe.p_scale if ar.recipe.row_sum == "after" else e, sink, m)
         divisor = l
-    o = probs_times_v(ar, p, w, rows, keys, "acc")
+    o = probs_times_v(ar, p, w, s, keys, "acc")
     return finish(ar, p, o, divisor, m + l.log(), empty)
 
 

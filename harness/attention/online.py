@@ -49,7 +49,7 @@ def _stream(ar: Arithmetic, p: Problem, rows: slice, block: int) -> tuple[Tensor
         w = ar.cast(e * ar.recipe.p_scale, "probs")
         part = ar.sum(w / ar.recipe.p_scale if ar.recipe.row_sum == "after" else e, "row_sum")
         l = ar.rescale_add(a, l, part, "row_sum")
-        o = ar.rescale_add(a, o, probs_times_v(ar, p, w, rows, keys, "block_out"), "acc")
+        o = ar.rescale_add(a, o, probs_times_v(ar, p, w, s, keys, "block_out"), "acc")
         m = m_new
     empty = m == -math.inf
     return finish(ar, p, o, l, m + l.log(), empty)

@@ -35,16 +35,21 @@ class Problem:
     v_scale: Tensor | None
     v_finite: bool
 
+    @property
+    def scales_each_value(self) -> bool:
+        """Whether v has a scale per token, which cannot wait until the sum over keys is done."""
+        return self.v_scale is not None and self.v_scale.shape[2] > 1
+
     def fold(self, x: Tensor) -> Tensor:
         """`[B|1, H|1, rows, n]` → `[B|1, Hkv|1, G·rows, n]`."""
         heads = self.shape.Hkv if x.shape[1] > 1 or self.shape.heads == 1 else 1
         if x.shape[1] == 1 and self.shape.heads > 1:
             x = x.expand(-1, self.shape.group, -1, -1)
-        return x.reshape(x.shape[0], heads, -1, x.shape[3])
+        return x.reshape(x.shape[0], heads, x.shape[1] // heads * x.shape[2], x.shape[3])
 
     def unfold(self, x: Tensor) -> Tensor:
         """`[B, Hkv, G·rows, n]` → `[B, H, rows, n]`."""
-        return x.reshape(x.shape[0], self.shape.heads, -1, x.shape[3])
+        return x.reshape(x.shape[0], self.shape.heads, x.shape[2] // self.shape.group, x.shape[3])
 
 
 def key_range(p: Problem, rows: slice) -> slice:
@@ -64,6 +69,9 @@ def visible(p: Problem, rows: slice, keys: slice) -> Tensor | None:
     if p.extras.mask is not None:
         mask = slice_rows_keys(p.extras.mask, rows, keys)
         seen = mask if seen is None else seen & mask
+    if p.extras.bias is not None:
+        shown = slice_rows_keys(p.extras.bias, rows, keys) != -math.inf
+        seen = shown if seen is None else seen & shown
     if seen is None:
         return None
     n_rows, n_keys = rows.stop - rows.start, keys.stop - keys.start
@@ -132,13 +140,16 @@ def sink_logits(ar: Arithmetic, p: Problem, rows: slice) -> Tensor | None:
     return p.fold(sinks.expand(-1, -1, rows.stop - rows.start, -1))
 
 
-def probs_times_v(ar: Arithmetic, p: Problem, w: Tensor, rows: slice, keys: slice, stage: str) -> Tensor:
-    """P·V. A hidden key has P = 0, but 0·NaN is NaN: with non-finite values in V the hidden ones are left out."""
+def probs_times_v(ar: Arithmetic, p: Problem, w: Tensor, s: Tensor, keys: slice, stage: str) -> Tensor:
+    """P·V. A key whose score is −∞ has P = 0, but 0·NaN is NaN: with non-finite values in V those are left out.
+    A probability that became 0 by rounding does make 0·∞ = NaN."""
     v = p.v[:, :, keys]
+    if p.scales_each_value:  # inside the sum over keys: V is descaled on load, in the base format
+        assert p.v_scale is not None
+        v = (v.double() * p.v_scale[:, :, keys]).to(ar.dtype)
     if p.v_finite:
         return ar.matmul(w, v, stage)
-    seen = visible(p, rows, keys)
-    seen = torch.ones_like(w) if seen is None else seen.expand(w.shape).to(w.dtype)
+    seen = (s != -math.inf).to(w.dtype)
     finite = torch.isfinite(v)
     o = ar.matmul(w, v.masked_fill(~finite, 0), stage)
     inf = torch.isinf(v)
@@ -159,7 +170,7 @@ def finish(
     factor = 1.0 / ar.recipe.p_scale  # exact: p_scale is a power of two in every built-in recipe
     if factor != 1.0:
         o = o * factor
-    if p.v_scale is not None:
+    if p.v_scale is not None and not p.scales_each_value:
         o = o * p.v_scale.to(ar.dtype)
     rule = 0.0 if p.spec.empty_row == "zero" else math.nan
     if divisor is not None:

@@ -234,11 +234,11 @@ def _inputs(records: Iterable[Record]) -> tuple[InputRow, ...]:
     rows = []
     for case, by_seed in seeds.items():
         first, *_ = met = list(by_seed.values())
-        facts = (
+        var, peak, top = (
             statistics.fmean(r.data.get(name, math.nan) for r in met)
             for name in ("var_qk_per_dim", "score_peak", "mean_top_prob")
         )
-        rows.append(InputRow(case, first.shape, *facts, first.why))
+        rows.append(InputRow(case, first.shape, var, peak, top, first.why))
     return tuple(rows)
 
 

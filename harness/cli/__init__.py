@@ -1,0 +1,39 @@
+"""The command line: `python -m harness COMMAND`, also installed as `attention-harness`.
+
+Exit codes: 0 pass · 1 a failure or regression · 2 wrong usage or a missing baseline · 3 nothing ran · 130 interrupted.
+torch is imported by the commands that need it, after their arguments are checked.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+
+from harness.cli.commands import cli
+from harness.cli.exits import INTERRUPTED, USAGE
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Entry point. Every mistake of use is one line on stderr and exit code 2."""
+    try:
+        code = cli.main(args=None if arguments is None else list(arguments), standalone_mode=False)
+    except click.UsageError as error:
+        command = "python -m harness" if error.ctx is None else error.ctx.command_path
+        code = _say(error.format_message(), f"see `{command} --help`", code=error.exit_code)
+    except click.ClickException as error:
+        code = _say(error.format_message(), code=error.exit_code)
+    except (ValueError, OSError) as error:
+        code = _say(str(error), *getattr(error, "__notes__", ()), code=USAGE)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted; what a run recorded is whole: `run --resume` goes on", err=True)
+        code = INTERRUPTED
+    sys.exit(code or 0)
+
+
+def _say(message: str, *notes: str, code: int) -> int:
+    """One line, whatever the message holds."""
+    said = " ".join(message.split())
+    click.echo(f"error: {said}" + "".join(f" ({' '.join(note.split())})" for note in notes), err=True)
+    return code

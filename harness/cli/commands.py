@@ -1,0 +1,138 @@
+"""The commands. Each checks its arguments, then imports what it needs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from harness import __version__, registry
+from harness.case import cases_folder, load_cases
+from harness.cli.exits import USAGE, nothing_ran
+from harness.cli.reporting import report_records, report_throughput
+from harness.cli.running import run_cells
+from harness.cli.selection import filters, select
+from harness.recipe import RECIPES
+from harness.records import read_records
+
+LATEST = Path("reports/latest")
+RECORDS = "records.jsonl"
+FILE = click.Path(path_type=Path, dir_okay=False)
+FOLDER = click.Path(path_type=Path, file_okay=False)
+WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
+
+
+class _Commands(click.Group):
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
+            ctx.fail(f"unknown command {args[0]!r}; allowed: {', '.join(self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+
+@click.group(cls=_Commands, context_settings=WIDTH, invoke_without_command=True)
+@click.version_option(__version__, prog_name="attention-harness")
+@click.pass_context
+def cli(ctx: click.Context) -> None:
+    """How accurate is attention in FP32, BF16, FP16 and FP8, measured against an FP64 ground truth?"""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help(), err=True)
+        ctx.exit(USAGE)
+
+
+@cli.command(name="list", short_help="Show implementations, recipes and cases.")
+@click.argument("what", type=click.Choice(["all", "implementations", "recipes", "cases"]), default="all")
+def list_(what: str) -> None:
+    """Show the implementations, recipes and cases there are."""
+    from harness.report.text import table
+
+    if what in ("all", "implementations"):
+        rows = [[e.name, "emulated" if e.emulated else "", e.summary] for e in registry.table().values()]
+        click.echo(table(["implementation", "", "what it is"], rows, wrap=(2,)) + "\n")
+    if what in ("all", "recipes"):
+        rows = [[r.name, r.digest] for r in RECIPES.values()]
+        click.echo(table(["recipe", "definition"], rows, wrap=(1,)) + "\n")
+    if what in ("all", "cases"):
+        rows = [[c.id, str(c.shape), c.why] for c in load_cases("all")]
+        click.echo(table(["case", "[B, H, L, D]", "why"], rows, wrap=(0, 2)))
+
+
+@cli.command(short_help="Run implementations × recipes on cases, and report.")
+@filters
+@click.option("--out", type=FOLDER, default=LATEST, show_default=True, help="Where records and report go.")
+@click.option("--resume", is_flag=True, help="Go on with a run that was killed: keep its records in --out.")
+@click.option("--report/--no-report", "reported", default=True, help="Print the report at the end.")
+def run(out: Path, resume: bool, reported: bool, **chosen: Any) -> int:
+    """Run implementations × recipes on cases, record every cell, and report.
+
+    Options that take a NAME may be repeated, or take several with commas.
+    """
+    return report_records(run_cells(out / RECORDS, select(**chosen), resume), out, reported)
+
+
+@cli.command(short_help="Report stored records or timings again.")
+@click.argument("path", type=FILE, default=LATEST / RECORDS)
+@click.option("--out", type=FOLDER, default=None, help="Where the report goes.  [default: beside PATH]")
+@click.option("--throughput", type=FILE, default=None, help="A pytest-benchmark JSON file, instead of PATH.")
+def report(path: Path, out: Path | None, throughput: Path | None) -> int:
+    """Report stored records again, or stored timings with --throughput."""
+    if throughput is not None:
+        return report_throughput(throughput, out or throughput.parent)
+    if not path.exists():
+        raise ValueError(
+            f"{path} does not exist; give a records file, or make one with `python -m harness run`"
+        )
+    return report_records(read_records(path), out or path.parent)
+
+
+@cli.command(short_help="Compare with a stored baseline.")
+@filters
+@click.option("--records", "stored", type=FILE, help="Compare these records instead of running.")
+@click.option("--baseline", type=FILE, default=Path("reports/baselines/smoke.jsonl"), show_default=True)
+@click.option("--update", is_flag=True, help="Write the baseline instead of comparing.")
+def gate(stored: Path | None, baseline: Path, update: bool, **chosen: Any) -> int:
+    """Compare with a stored baseline (of `--cases smoke` by default); exit 1 with a line for each regression."""
+    from harness.files import write_atomically
+    from harness.gate import compare, make_baseline, read_baseline
+
+    if not update:
+        held = read_baseline(baseline)  # before anything runs: a missing baseline is wrong usage
+    chosen["cases"] = chosen["cases"] or ("smoke",)
+    if stored is not None:
+        records = read_records(stored)
+    else:
+        records = run_cells(LATEST.with_name("gate") / RECORDS, select(**chosen), False)
+    if not records:
+        return nothing_ran()
+    if update:
+        write_atomically(baseline, make_baseline(records))
+        click.echo(f"{baseline}: written from {len(records)} records")
+        return 0
+    outcome = compare(records, held)
+    click.echo(outcome.text, nl=False)
+    return outcome.exit_code
+
+
+@cli.command(short_help="Take Q, K and V from a small model.")
+@click.option("--layers", default="0,7,15,22,29", show_default=True, help="Layers of the model.")
+@click.option("--tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens of the text.")
+@click.option("--text", type=FILE, default=None, help="A text file.  [default: the text beside the cases]")
+@click.option("--out", type=FILE, required=True, help="A safetensors file.")
+def capture(layers: str, tokens: int, text: Path | None, out: Path) -> int:
+    """Take Q, K and V after RoPE from SmolLM2-135M (needs the capture extra)."""
+    try:
+        numbers = [int(n) for n in layers.split(",")]
+    except ValueError:
+        raise ValueError(f"layers is {layers!r}; allowed: numbers with commas, such as 0,7,15") from None
+    source = (text or cases_folder() / "data" / "text.txt").read_text(encoding="utf-8")
+    from harness.capture import MissingExtra
+    from harness.capture import capture as take
+
+    try:
+        take(source, numbers, tokens, out)
+    except MissingExtra as error:
+        raise ValueError(str(error)) from None
+    click.echo(f"{out}: layers {layers}, {tokens} tokens")
+    return 0

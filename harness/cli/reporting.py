@@ -1,0 +1,68 @@
+"""From records to what a reader sees, and to an exit code."""
+
+from __future__ import annotations
+
+import datetime
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from harness import registry
+from harness.case import cases_folder, load_cases
+from harness.cli.exits import FAILURE, nothing_ran
+from harness.cli.selection import SEEDS
+from harness.deviations import Review, load_deviations, review
+from harness.recipe import DEFAULT_RECIPES
+from harness.records import Record, Status
+
+
+def report_records(records: list[Record], out: Path, shown: bool = True) -> int:
+    """Write the report into `out`, print it, and judge the run."""
+    from harness.report import to_text, write_report
+
+    if not records:
+        return nothing_ran()
+    reviewed = _reviewed(records)
+    made = write_report(records, reviewed, out)
+    if shown:
+        click.echo(to_text(made))
+    click.echo(f"written: {out / 'report.md'}, cells.csv, hazards.csv")
+    if not reviewed.ok:
+        return FAILURE
+    ran = any(r.status not in (Status.REFUSED, Status.INCONCLUSIVE) for r in records)
+    return 0 if ran else nothing_ran()
+
+
+def report_throughput(path: Path, out: Path) -> int:
+    """The same for timings that pytest-benchmark stored."""
+    from harness.files import write_atomically
+    from harness.report import read_timings, timings_markdown, timings_text
+
+    timings = read_timings(path)
+    if not timings:
+        return nothing_ran()
+    write_atomically(out / "throughput.md", timings_markdown(timings))
+    click.echo(timings_text(timings))
+    click.echo(f"written: {out / 'throughput.md'}")
+    return 0
+
+
+def _reviewed(records: list[Record]) -> Review:
+    path = cases_folder() / "deviations.toml"
+    listed = load_deviations(path) if path.is_file() else ()
+    reviewed = review(records, listed, datetime.datetime.now(datetime.UTC).date())
+    # An entry is idle when a whole default run gives it nothing to explain; a filtered run cannot tell.
+    return reviewed if _whole(records) else replace(reviewed, unmatched=())
+
+
+def _whole(records: list[Record]) -> bool:
+    """Whether these records cover the default run."""
+    have = {r.key for r in records}
+    return all(
+        (case.id, name, recipe, seed) in have
+        for case in load_cases("all")
+        for seed in range(1 if case.draw.fixed else SEEDS)
+        for name in registry.implementations()
+        for recipe in DEFAULT_RECIPES
+    )

@@ -1,0 +1,46 @@
+"""From a selection to its records on disk. torch is loaded here, after everything else has been checked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from harness.cli.exits import RunFailed
+from harness.cli.progress import progress
+from harness.cli.selection import Selection
+from harness.interrupts import interrupts_held
+from harness.records import Record
+
+
+def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
+    """Every cell's record, appended to `path` as it comes. Nothing is written when nothing is chosen.
+
+    Raises ValueError for a device that is not here or a damaged `path`; RunFailed when a worker process dies.
+    """
+    if not chosen.cells:
+        return []
+    click.echo(f"{chosen}; loading torch", err=True)  # which takes seconds
+    from concurrent.futures import BrokenExecutor
+
+    with interrupts_held():  # what torch imports has swallowed an interrupt
+        from harness.devices import use_device
+        from harness.journal import record
+        from harness.pipeline import plan
+
+    use_device(chosen.device)
+    units = plan(chosen.cases, chosen.implementations, chosen.recipes, chosen.device, chosen.seeds)
+    records: list[Record] = []
+    finished = 0
+    try:
+        with progress(chosen.cells) as shown:
+            for unit, batch in record(path, units, chosen.jobs, resume):
+                records.extend(batch)
+                finished += 1
+                shown.update(unit.cells, unit.case.id)
+    except BrokenExecutor:
+        raise RunFailed(
+            f"a worker process died (killed, or out of memory) with {finished} of {len(units)} units recorded in"
+            f" {path}: what is there is whole; try fewer --jobs, with --resume where the command has it"
+        ) from None
+    return records

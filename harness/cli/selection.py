@@ -1,0 +1,121 @@
+"""What runs: the options that choose cases, implementations and recipes, and what they choose."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from harness import registry
+from harness.case import Case, load_cases
+from harness.recipe import DEFAULT_RECIPES, Recipe, get_recipe, load_recipe
+
+SEEDS = 3
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _names(_: click.Context, option: click.Parameter, values: tuple[str, ...]) -> tuple[str, ...]:
+    """Repeated options and comma lists come to the same."""
+    names = tuple(name.strip() for value in values for name in value.split(",") if name.strip())
+    if values and not names:  # an empty variable in a script must not choose everything
+        raise click.BadParameter("no name is given; leave the option out for its default", param=option)
+    return names
+
+
+def _many(*names: str, metavar: str, help: str) -> Callable[[F], F]:
+    return click.option(*names, metavar=metavar, help=help, multiple=True, callback=_names)
+
+
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    _many("--cases", metavar="NAME|FILE.py", help="Case files.  [default: all]"),
+    _many("--only", metavar="GLOB", help="Case ids of these files, such as 'magnitude/raw-*'."),
+    _many("-i", "--implementations", "--implementation", metavar="NAME", help="[default: all]"),
+    _many("-r", "--recipes", "--recipe", metavar="NAME|FILE.toml", help="[default: all but fp64]"),
+    click.option(
+        "--seeds", type=click.IntRange(1), default=SEEDS, show_default=True, metavar="N",
+        help="Draws of each random case.",
+    ),
+    click.option("--device", default="cpu", show_default=True, metavar="NAME", help="cpu, cuda or cuda:N."),
+    click.option(
+        "--jobs", type=click.IntRange(1), default=None, metavar="N",
+        help="Processes.  [default: one a core; 1 on cuda]",
+    ),
+)  # fmt: skip
+
+
+def filters(command: F) -> F:
+    """The options that choose what runs. Names may be repeated or joined with commas."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Cases × seeds × recipes × implementations on a device."""
+
+    cases: tuple[Case, ...]
+    implementations: tuple[str, ...]
+    recipes: tuple[Recipe, ...]
+    seeds: int
+    device: str
+    jobs: int
+
+    @property
+    def cells(self) -> int:
+        units = sum(1 if case.draw.fixed else self.seeds for case in self.cases)
+        return units * len(self.implementations) * len(self.recipes)
+
+    def __str__(self) -> str:
+        parts = (
+            (self.cells, "cell"), (len(self.cases), "case"), (len(self.implementations), "implementation"),
+            (len(self.recipes), "recipe"), (self.seeds, "seed"), (self.jobs, "job"),
+        )  # fmt: skip
+        cells, *rest = (f"{n} {word}{'s' * (n != 1)}" for n, word in parts)
+        return f"{cells}: {', '.join(rest)}, {self.device}"
+
+
+def select(
+    cases: tuple[str, ...], only: tuple[str, ...], implementations: tuple[str, ...], recipes: tuple[str, ...],
+    seeds: int, device: str, jobs: int | None,
+) -> Selection:  # fmt: skip
+    """The selection that these options make. torch is not loaded: what it alone can tell is checked later.
+
+    Raises ValueError naming what was given and what is allowed.
+    """
+    names = tuple(dict.fromkeys(implementations)) or registry.implementations()
+    for name in names:
+        registry.entry(name)
+    chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or DEFAULT_RECIPES))
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"unknown device {device!r}; allowed: cpu, cuda or cuda:N")
+    if jobs is None:
+        jobs = _cores() if device == "cpu" else 1
+    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs)
+
+
+def _cases(cases: tuple[str, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
+    chosen = load_cases(cases or "all")
+    if not only:
+        return chosen
+    kept = tuple(c for c in chosen if any(fnmatchcase(c.id, pattern) for pattern in only))
+    if not kept:
+        click.echo(
+            f"no case id matches {', '.join(only)}; there are {', '.join(c.id for c in chosen)}", err=True
+        )
+    return kept
+
+
+def _recipe(name: str) -> Recipe:
+    return load_recipe(Path(name)) if name.endswith(".toml") else get_recipe(name)
+
+
+def _cores() -> int:
+    """Cores this process may use: a container's share, not the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

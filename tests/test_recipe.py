@@ -1,0 +1,252 @@
+"""The named recipes as they are declared, what a recipe refuses, and recipes from files."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness import Recipe, Scaling, get_recipe, recipes
+from harness.formats import FORMATS
+from harness.quantize import quantize
+from harness.recipe import GRANULARITIES, RECIPES, SOURCES, STAGES, TENSORS, load_recipe
+
+HEAD_AMAX = Scaling("head", "amax")
+# name → (base, storage of q, k, v, stages rounded, scaled tensors, P's factor, when P is normalised)
+FP8 = ("fp32", ("fp8_e4m3",) * 3, {"probs": "fp8_e4m3", "out": "bf16"})
+DEFINITIONS: dict[str, tuple[Any, ...]] = {
+    "fp64": ("fp64", ("fp64",) * 3, {}, {}, 1.0, "late"),
+    "fp32": ("fp32", ("fp32",) * 3, {}, {}, 1.0, "late"),
+    "bf16": ("fp32", ("bf16",) * 3, {"probs": "bf16", "out": "bf16"}, {}, 1.0, "late"),
+    "fp16": ("fp32", ("fp16",) * 3, {"probs": "fp16", "out": "fp16"}, {}, 1.0, "late"),
+    "fp8_e4m3": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
+    "bf16_eager": ("fp32", ("bf16",) * 3, dict.fromkeys(STAGES, "bf16"), {}, 1.0, "early"),
+    "fp16_eager": ("fp32", ("fp16",) * 3, dict.fromkeys(STAGES, "fp16"), {}, 1.0, "early"),
+    "fp16_eager_clamped": ("fp32", ("fp16",) * 3, dict.fromkeys(STAGES, "fp16"), {}, 1.0, "early"),
+    "fp8_e4m3_unscaled": (*FP8, dict.fromkeys(TENSORS, Scaling("tensor", "unit")), 256.0, "late"),
+    "fp8_kv": (
+        "fp32", ("bf16", "fp8_e4m3", "fp8_e4m3"), {"probs": "bf16", "out": "bf16"},
+        {"k": HEAD_AMAX, "v": HEAD_AMAX}, 1.0, "late",
+    ),
+}  # fmt: skip
+
+
+def test_every_built_in_recipe_has_a_definition_here() -> None:
+    assert recipes() == tuple(RECIPES) == tuple(DEFINITIONS)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_a_built_in_recipe_is_what_its_definition_says(name: str) -> None:
+    r = get_recipe(name)
+    storage = tuple(r.storage[t] for t in TENSORS)
+    assert (r.base, storage, dict(r.at), dict(r.scaling), r.p_scale, r.normalise) == DEFINITIONS[name]
+    assert r.name == name
+    assert r.row_sum == "before"
+    # FP32 accumulation and statistics: whatever is not named stays in the base.
+    for stage in STAGES:
+        assert r.format_of(stage) == r.at.get(stage, r.base)
+    assert r.out_format == r.at.get("out", r.base)
+
+
+@pytest.mark.parametrize("name", DEFINITIONS)
+def test_overflow_follows_the_format_except_in_the_clamped_recipe(name: str) -> None:
+    r = get_recipe(name)
+    for place in (*STAGES, *TENSORS):
+        clamped = name == "fp16_eager_clamped" and place in ("scores_raw", "scores")
+        default = FORMATS[r.format_of(place)].default_overflow
+        assert r.policy(place) == ("saturate" if clamped else default), place
+
+
+def test_the_peak_of_p_times_its_factor_fits_e4m3_and_the_next_power_of_two_does_not() -> None:
+    assert get_recipe("fp8_e4m3").p_scale <= FORMATS["fp8_e4m3"].max < 2 * get_recipe("fp8_e4m3").p_scale
+
+
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"name": ""}, "recipe name is ''; allowed: a non-empty string"),
+    ({"name": 3}, "recipe name is 3; allowed"),
+    ({"base": "bf16"}, "base is 'bf16'; allowed: fp32, fp64"),
+    ({"base": ["fp32"]}, "allowed: fp32, fp64"),
+    ({"row_sum": "never"}, "row_sum is 'never'; allowed: before, after"),
+    ({"normalise": "twice"}, "normalise is 'twice'; allowed: late, early"),
+    ({"normalise": "early", "row_sum": "after"}, "allowed: 'before' with normalise='early'"),
+    ({"p_scale": 0.0}, r"p_scale is 0.0; allowed: a finite number > 0"),
+    ({"p_scale": float("inf")}, "p_scale is inf; allowed"),
+    ({"p_scale": float("nan")}, "p_scale is nan; allowed"),
+    ({"p_scale": "256"}, "p_scale is '256'; allowed"),
+    ({"p_scale": True}, "p_scale is True; allowed"),
+    ({"storage": {"x": "fp16"}}, "storage names 'x'; allowed: q, k, v"),
+    ({"storage": "fp16"}, "storage is 'fp16'; allowed: a mapping with keys among q, k, v"),
+    ({"storage": {"q": "fp12"}}, "format of q is 'fp12'; allowed: fp64, fp32, tf32"),
+    ({"storage": {"q": FORMATS["fp16"]}}, "allowed: fp64, fp32, tf32"),
+    ({"storage": {"q": "fp64"}}, "fp64 holds more than the base fp32; allowed: formats within the base"),
+    ({"at": {"softmax": "fp16"}}, "at names 'softmax'; allowed: scores_raw, scores, shifted"),
+    ({"at": ["probs"]}, r"at is \['probs'\]; allowed: a mapping"),
+    ({"at": {"probs": None}}, "format of probs is None; allowed"),
+    ({"at": {"probs": "fp64"}}, "fp64 holds more than the base"),
+    ({"scaling": {"p": Scaling()}}, "scaling names 'p'; allowed: q, k, v"),
+    ({"scaling": {"k": "head"}}, "scaling of k is 'head'; allowed: a Scaling"),
+    ({"overflow": {"lse": "inf"}}, "overflow names 'lse'; allowed: scores_raw"),
+    ({"overflow": {"scores": "wrap"}}, "unknown overflow policy 'wrap'; allowed: saturate, nan, inf"),
+    ({"overflow": {"k": "inf"}, "storage": {"k": "fp8_e4m3"}}, "fp8_e4m3 has no infinity; allowed"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), WRONG)
+def test_a_wrong_field_is_refused_in_one_line_that_lists_the_allowed(
+    fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Recipe(**{"name": "x", **fields})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"granularity": "block"}, "granularity is 'block'; allowed: tensor, head, token"),
+        ({"source": "max"}, "scale source is 'max'; allowed: amax, given, unit"),
+        ({"power_of_two": "yes"}, "power_of_two is 'yes'; allowed: True, False"),
+    ],
+)
+def test_a_wrong_scaling_is_refused_in_one_line(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Scaling(**fields)
+
+
+@pytest.mark.parametrize("wrong", ["fp17", "", None, 3, ["fp16"]])
+def test_an_unknown_recipe_is_answered_with_the_names(wrong: Any) -> None:
+    with pytest.raises(ValueError, match=r"allowed: fp64, fp32, bf16, fp16, fp8_e4m3"):
+        get_recipe(wrong)
+
+
+def test_recipes_hash_compare_and_pickle() -> None:
+    for a in RECIPES.values():
+        copy = pickle.loads(pickle.dumps(a))
+        assert copy == a
+        assert hash(copy) == hash(a)
+        assert copy.digest == a.digest
+        assert copy.storage_key == a.storage_key
+        assert get_recipe(a) is a
+    assert len(set(RECIPES.values())) == len(RECIPES)
+
+
+def test_a_recipe_cannot_be_changed() -> None:
+    with pytest.raises(FrozenInstanceError):
+        get_recipe("fp16").base = "fp64"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        get_recipe("fp16").at["out"] = "fp32"  # type: ignore[index]
+    at = {"out": "fp16"}
+    recipe = Recipe("x", at=at)
+    at["out"] = "bf16"
+    assert recipe.format_of("out") == "fp16"
+
+
+def test_digests_differ_wherever_recipes_compute_different_things() -> None:
+    digests = {r.digest for r in RECIPES.values()}
+    assert len(digests) == len(RECIPES)
+    assert replace(get_recipe("fp16"), name="other").digest == get_recipe("fp16").digest
+    third = replace(get_recipe("bf16"), p_scale=1 / 3)
+    assert third.digest != replace(third, p_scale=0.333333).digest
+    for change in (
+        {"row_sum": "after"}, {"normalise": "early"}, {"overflow": {"probs": "saturate"}}, {"at": {"out": "bf16"}},
+        {"scaling": {"k": Scaling()}}, {"scaling": {"k": Scaling(power_of_two=True)}}, {"storage": {"q": "bf16"}},
+    ):  # fmt: skip
+        assert replace(get_recipe("bf16"), **{"scaling": {}, **change}).digest != get_recipe("bf16").digest, (
+            change
+        )
+
+
+def test_recipes_share_a_truth_exactly_when_they_store_equal_inputs() -> None:
+    """Values as a kernel finds them, over inputs that saturate, flush, and tell every scaling apart."""
+    g = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 3, 5, 8, generator=g, dtype=torch.float64) * 3
+    x[0, 0, 0, :2] = torch.tensor([1e5, 1e-9], dtype=torch.float64)
+    power = dict.fromkeys(TENSORS, Scaling("head", "amax", power_of_two=True))
+    more = [
+        Recipe("unit", storage=RECIPES["fp8_e4m3"].storage, scaling={"q": Scaling("head", "unit")}),
+        Recipe("none", storage=RECIPES["fp8_e4m3"].storage),
+        Recipe("nan", storage=RECIPES["fp8_e4m3"].storage, overflow={"q": "nan"}),
+        replace(RECIPES["fp8_e4m3"], name="power", scaling=power),
+        replace(RECIPES["fp8_e4m3"], name="token", scaling=dict.fromkeys(TENSORS, Scaling("token"))),
+        Recipe("clamped", storage=RECIPES["fp16"].storage, overflow={"v": "saturate"}),
+    ]
+    every = [*RECIPES.values(), *more]
+    stored = {r.name: [quantize(x, t, r).values for t in TENSORS] for r in every}
+    for a, b in itertools.combinations(every, 2):
+        equal = all(
+            torch.equal(p.nan_to_num(nan=7.5), q.nan_to_num(nan=7.5))
+            for p, q in zip(stored[a.name], stored[b.name], strict=True)
+        )
+        assert (a.storage_key == b.storage_key) == equal, (a.name, b.name)
+
+
+# --- files --------------------------------------------------------------------------------------------------------
+
+
+def as_toml(r: Recipe) -> str:
+    lines = [f'name = "{r.name}"', f'base = "{r.base}"', f"p_scale = {r.p_scale!r}"]
+    lines += [f'row_sum = "{r.row_sum}"', f'normalise = "{r.normalise}"']
+    for table in ("storage", "at", "overflow"):
+        lines += [f"[{table}]", *(f'{k} = "{v}"' for k, v in getattr(r, table).items())]
+    for tensor, s in r.scaling.items():
+        power = str(s.power_of_two).lower()
+        lines += [f"[scaling.{tensor}]", f'granularity = "{s.granularity}"', f'source = "{s.source}"']
+        lines += [f"power_of_two = {power}"]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_recipe_file_gives_the_recipe_back(name: str, tmp_path: Path) -> None:
+    (tmp_path / "file.toml").write_text(as_toml(RECIPES[name]), encoding="utf-8")
+    assert load_recipe(tmp_path / "file.toml") == RECIPES[name]
+
+
+def test_a_recipe_without_a_name_takes_its_files(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text('storage = {k = "fp8_e5m2"}\n[scaling.k]\nsource = "given"\n', encoding="utf-8")
+    recipe = load_recipe(path)
+    assert recipe == Recipe("mine", storage={"k": "fp8_e5m2"}, scaling={"k": Scaling(source="given")})
+
+
+WRONG_FILES = {
+    "base = ": "cannot be read",
+    'bases = "fp32"': "the file names 'bases'; allowed: name, base, storage, at",
+    'base = "fp16"': "base is 'fp16'; allowed: fp32, fp64",
+    "p_scale = 'a'": "p_scale is 'a'; allowed",
+    "at = 3": "at is 3; allowed: a mapping",
+    "scaling = 3": "scaling is 3; allowed: a mapping",
+    "scaling = {k = 3}": "scaling.k is 3; allowed: a mapping with keys among granularity, source, power_of_two",
+    "scaling = {p = {}}": "scaling names 'p'; allowed: q, k, v",
+    'scaling = {k = {source = "x"}}': "scale source is 'x'; allowed: amax, given, unit",
+    "scaling = {k = {amax = 1}}": "scaling.k names 'amax'; allowed: granularity, source, power_of_two",
+    "name = 3": "recipe name is 3; allowed",
+}
+
+
+@pytest.mark.parametrize("text", WRONG_FILES)
+def test_a_wrong_recipe_file_is_refused_in_one_line_with_its_path(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=WRONG_FILES[text]) as caught:
+        load_recipe(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_absent_or_binary_recipe_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    binary = tmp_path / "binary.toml"
+    binary.write_bytes(b"\xff\xfe\x00")
+    for path in (tmp_path / "absent.toml", tmp_path, binary):
+        with pytest.raises(ValueError, match="cannot be read") as caught:
+            load_recipe(path)
+        assert str(path) in str(caught.value)
+
+
+def test_the_allowed_words_are_the_ones_documented() -> None:
+    assert GRANULARITIES == ("tensor", "head", "token")
+    assert SOURCES == ("amax", "given", "unit")
