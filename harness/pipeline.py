@@ -68,7 +68,9 @@ def plan(
         raise ValueError(f"seeds is {seeds!r}; allowed: an integer ≥ 1")
     implementations = (implementations,) if isinstance(implementations, str) else implementations
     recipes = (recipes,) if isinstance(recipes, (str, Recipe)) else recipes
-    names = tuple(dict.fromkeys(registry.implementations() if implementations is None else implementations))
+    names = tuple(
+        dict.fromkeys(registry.default_implementations() if implementations is None else implementations)
+    )
     for name in names:
         registry.entry(name)
     chosen = tuple(dict.fromkeys(get_recipe(r) for r in (DEFAULT_RECIPES if recipes is None else recipes)))
@@ -112,6 +114,7 @@ class _Shared:
     hazards: tuple[Hazard, ...]
 
 
+@torch.inference_mode()  # thousands of small operations: their bookkeeping is most of their cost
 def run_unit(unit: Unit) -> list[Record]:
     """All cells of a unit."""
     device = use_device(unit.device)

@@ -17,12 +17,14 @@ ENTRY_POINTS = "attention_harness.implementations"
 
 @dataclass(frozen=True)
 class Entry:
-    """One implementation: where it lives, whether its low precision is emulated, and what it is, in a line."""
+    """One implementation: where it lives, whether its low precision is emulated, and what it is, in a line. A run
+    takes those of `default` where none are named."""
 
     name: str
     target: str
     emulated: bool
     summary: str
+    default: bool = True
 
 
 _BUILT_IN = (
@@ -48,7 +50,19 @@ _BUILT_IN = (
         True,
         "softmax without max subtraction: overflows",
     ),
-)
+    Entry(
+        "chunked_decode", "harness.attention.session:CHUNKED_DECODE", True,
+        "a cache session, `chunk` rows a step", default=False,
+    ),
+    Entry(
+        "paged_decode", "harness.attention.session:PAGED_DECODE", True,
+        "the same over shuffled pages of a poisoned pool", default=False,
+    ),
+    Entry(
+        "split_kv", "harness.attention.split_kv:SPLIT_KV", True,
+        "key parts attended apart, merged by their lse", default=False,
+    ),
+)  # fmt: skip
 
 
 @cache
@@ -63,6 +77,11 @@ def table() -> dict[str, Entry]:
 def implementations() -> tuple[str, ...]:
     """Names of the implementations."""
     return tuple(table())
+
+
+def default_implementations() -> tuple[str, ...]:
+    """Those that a run takes where none are named."""
+    return tuple(name for name, e in table().items() if e.default)
 
 
 def entry(name: str) -> Entry:

@@ -22,7 +22,10 @@ from harness.quantize import quantize
 from harness.recipe import TENSORS
 from harness.records import HazardKind
 
-ALGORITHMS = ("naive_masked", "lower_triangle", "online_softmax", "decode_with_cache")
+ALGORITHMS = (
+    "naive_masked", "lower_triangle", "online_softmax", "decode_with_cache", "chunked_decode", "paged_decode",
+    "split_kv",
+)  # fmt: skip
 RECIPES = ("fp32", "fp16", "bf16", "fp8_e4m3")
 ALGORITHM = pytest.mark.parametrize("name", ALGORITHMS)
 CAUSAL = AttentionSpec(causal=True)

@@ -46,11 +46,27 @@ def test_only_what_was_written_is_read() -> None:
 @pytest.mark.parametrize(
     ("k", "v", "message"),
     [
-        ((2, 3, 1, 5), (2, 3, 1, 6), r"k is \(2, 3, 1, 5\); allowed: \(2, 3, 1, 4\) for this cache"),
-        ((2, 3, 1, 4), (2, 3, 1, 4), r"v is \(2, 3, 1, 4\); allowed: \(2, 3, 1, 6\) for this cache"),
-        ((2, 3, 2, 4), (2, 3, 1, 6), r"v is \(2, 3, 1, 6\); allowed: \(2, 3, 2, 6\) for this cache"),
-        ((1, 3, 1, 4), (1, 3, 1, 6), r"k is \(1, 3, 1, 4\); allowed: \(2, 3, 1, 4\) for this cache"),
-        ((3, 1, 4), (3, 1, 6), r"k is \(3, 1, 4\); allowed: \[B, Hkv, n, ·\] = \(2, 3, n, 4\)"),
+        (
+            (2, 3, 1, 5),
+            (2, 3, 1, 6),
+            r"k is \(2, 3, 1, 5\); allowed: \[B, Hkv, n, ·\] = \[2, 3, n, 4\] for this cache",
+        ),
+        (
+            (2, 3, 1, 4),
+            (2, 3, 1, 4),
+            r"v is \(2, 3, 1, 4\); allowed: \[B, Hkv, n, ·\] = \[2, 3, n, 6\] for this cache",
+        ),
+        ((2, 3, 2, 4), (2, 3, 1, 6), "2 tokens of k and 1 of v; allowed: as many of both"),
+        (
+            (1, 3, 1, 4),
+            (1, 3, 1, 6),
+            r"k is \(1, 3, 1, 4\); allowed: \[B, Hkv, n, ·\] = \[2, 3, n, 4\] for this cache",
+        ),
+        (
+            (3, 1, 4),
+            (3, 1, 6),
+            r"k is \(3, 1, 4\); allowed: \[B, Hkv, n, ·\] = \[2, 3, n, 4\] for this cache",
+        ),
         ((2, 3, 4, 4), (2, 3, 4, 6), "4 tokens after 2 exceed the cache of 5; make a larger one"),
     ],
 )
@@ -132,3 +148,10 @@ def test_a_step_needs_its_own_query_alone_so_there_is_no_q_cache(recipe: str) ->
     future_k, future_v = k.clone(), v.clone()
     future_k[:, :, t + 1 :], future_v[:, :, t + 1 :] = 7.0, -7.0
     assert torch.equal(row(q, future_k, future_v), want)
+
+
+def test_a_value_the_storage_lacks_is_refused() -> None:
+    held = KVCache(1, 1, 2, 1, 1, torch.float8_e4m3fn, torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^k holds 0\.3, no value of torch\.float8_e4m3fn; allowed: codes"):
+        held.append(torch.full((1, 1, 1, 1), 0.3, dtype=torch.float64), torch.ones(1, 1, 1, 1))
+    assert held.length == 0

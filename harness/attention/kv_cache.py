@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from harness.attention.cache import as_codes
+
 
 class KVCache:
     """Room for `capacity` tokens of K `[B, Hkv, N, D]` and V `[B, Hkv, N, E]`, in the storage formats' own dtypes."""
@@ -32,23 +34,23 @@ class KVCache:
     def append(self, k: Tensor, v: Tensor) -> None:
         """Add tokens `[B, Hkv, n, ·]`. The codes must be values of the storage dtype, so that storing is exact.
 
-        Raises ValueError when they do not fit the cache.
+        Raises ValueError when they do not fit the cache or are no such values.
         """
-        for name, new, held in (("k", k, self._k), ("v", v, self._v)):
-            if new.dim() != 4:
-                form = f"[B, Hkv, n, ·] = ({held.shape[0]}, {held.shape[1]}, n, {held.shape[3]})"
-                raise ValueError(f"{name} is {tuple(new.shape)}; allowed: {form} for this cache")
-        end = self.length + k.shape[2]
-        for name, new, held in (("k", k, self._k), ("v", v, self._v)):
-            want = (*held.shape[:2], k.shape[2], held.shape[3])
-            if tuple(new.shape) != want:
-                raise ValueError(f"{name} is {tuple(new.shape)}; allowed: {want} for this cache")
+        new_k, new_v = (
+            as_codes(new, name, (held.shape[0], held.shape[1], held.shape[3]), held.dtype)
+            for name, new, held in (("k", k, self._k), ("v", v, self._v))
+        )
+        if new_k.shape[2] != new_v.shape[2]:
+            raise ValueError(
+                f"{new_k.shape[2]} tokens of k and {new_v.shape[2]} of v; allowed: as many of both"
+            )
+        end = self.length + new_k.shape[2]
         if end > self.capacity:
             raise ValueError(
                 f"{k.shape[2]} tokens after {self.length} exceed the cache of {self.capacity}; make a larger one"
             )
-        self._k[:, :, self.length : end] = k.to(self._k.dtype)
-        self._v[:, :, self.length : end] = v.to(self._v.dtype)
+        self._k[:, :, self.length : end] = new_k
+        self._v[:, :, self.length : end] = new_v
         self.length = end
 
     def read(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

@@ -49,7 +49,7 @@ def list_(what: str) -> None:
     from harness.report.text import table
 
     if what in ("all", "implementations"):
-        rows = [[e.name, "emulated" if e.emulated else "", e.summary] for e in registry.table().values()]
+        rows = [[e.name, "" if e.default else "by name", e.summary] for e in registry.table().values()]
         click.echo(table(["implementation", "", "what it is"], rows, wrap=(2,)) + "\n")
     if what in ("all", "recipes"):
         rows = [[r.name, r.digest] for r in RECIPES.values()]

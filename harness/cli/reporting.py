@@ -63,6 +63,6 @@ def _whole(records: list[Record]) -> bool:
         (case.id, name, recipe, seed) in have
         for case in load_cases("all")
         for seed in range(1 if case.draw.fixed else SEEDS)
-        for name in registry.implementations()
+        for name in registry.default_implementations()
         for recipe in DEFAULT_RECIPES
     )

@@ -89,7 +89,7 @@ def select(
 
     Raises ValueError naming what was given and what is allowed.
     """
-    names = tuple(dict.fromkeys(implementations)) or registry.implementations()
+    names = tuple(dict.fromkeys(implementations)) or registry.default_implementations()
     for name in names:
         registry.entry(name)
     chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or DEFAULT_RECIPES))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,10 +90,17 @@ def timings_text(timings: Sequence[Timing]) -> str:
     """For a terminal, at most 100 columns wide."""
     if not timings:
         return "no benchmarks: nothing was timed\n"
-    headers = ["case, shape", *(h.replace(" ", "\n") for h in _HEADERS[2:])]
-    rows = [[f"{case}\n{shape}", *rest] for case, shape, *rest in map(_row, timings)]
-    shown = text.table(headers, rows, wrap=(0, 1, 2), right=(3, 4, 5, 6))
-    return shown + "\n" + f"{EMULATED}\n" * any(t.emulated for t in timings)
+    by_case: dict[tuple[str, str], list[list[str]]] = {}
+    for case, shape, *rest in map(_row, timings):
+        by_case.setdefault((case, shape), []).append(rest)
+    headers = [h.replace(" ", "\n") for h in _HEADERS[2:]]
+    blocks = [
+        "\n".join(textwrap.wrap(f"{case} {shape}", text.WIDTH))
+        + "\n"
+        + text.table(headers, rows, wrap=(0, 1), right=(2, 3, 4, 5))
+        for (case, shape), rows in by_case.items()
+    ]
+    return "\n\n".join(blocks) + "\n" + f"{EMULATED}\n" * any(t.emulated for t in timings)
 
 
 def timings_markdown(timings: Sequence[Timing]) -> str:
