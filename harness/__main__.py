@@ -1,6 +1,15 @@
 """`python -m harness`."""
 
-from harness.cli import main
+import sys
+
+
+def _main() -> None:
+    try:
+        from harness.cli import main
+    except KeyboardInterrupt:  # pressed while the command line itself is loaded
+        sys.exit(130)
+    main()
+
 
 if __name__ == "__main__":
-    main()
+    _main()

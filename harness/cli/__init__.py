@@ -6,13 +6,14 @@ torch is imported by the commands that need it, after their arguments are checke
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
 import click
 
 from harness.cli.commands import cli
-from harness.cli.exits import INTERRUPTED, USAGE
+from harness.cli.exits import FAILURE, INTERRUPTED, USAGE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -24,6 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         code = _say(error.format_message(), f"see `{command} --help`", code=error.exit_code)
     except click.ClickException as error:
         code = _say(error.format_message(), code=error.exit_code)
+    except BrokenPipeError:  # `… | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit meets no pipe
+        code = FAILURE
     except (ValueError, OSError) as error:
         code = _say(str(error), *getattr(error, "__notes__", ()), code=USAGE)
     except (click.Abort, KeyboardInterrupt):
