@@ -22,25 +22,38 @@ def record(path: Path, units: Sequence[Unit], jobs: int, resume: bool) -> Iterat
     """Run the units, append each one's records to `path`, and yield them.
 
     With `resume`, records of `path` that belong to these units are kept, and yielded, and units that are complete are
-    not run again; records of other units go. Otherwise the file starts empty. Lines are flushed to disk unit by unit: a
-    killed run leaves whole records, and at most one cut line at the end, which resuming drops.
+    not run again; records of other units go. Otherwise the file starts anew. Lines are flushed to disk unit by unit: a
+    killed run leaves whole records, and at most one cut line at the end, which resuming drops. Until the first unit is
+    done an earlier file stays as it was: a run that cannot start loses nothing.
 
     Raises ValueError for a damaged file, BrokenExecutor when a worker process dies.
     """
     done = _kept(path, units) if resume else {}
-    write_records(path, [r for unit in units for r in done.get((unit.case.id, unit.seed), [])])
+    kept = [r for unit in units for r in done.get((unit.case.id, unit.seed), [])]
+    left = [u for u in units if (u.case.id, u.seed) not in done]
+    if not left:
+        write_records(path, kept)
     for unit in units:
         if (unit.case.id, unit.seed) in done:
             yield unit, done[unit.case.id, unit.seed]
-    left = [u for u in units if (u.case.id, u.seed) not in done]
     if not left:
         return
-    with path.open("a", encoding="utf-8", newline="\n") as file, workers(min(jobs, len(left))) as executor:
+    started = False
+    with workers(min(jobs, len(left))) as executor:
         for unit, records in _results(left, executor):
-            file.write("".join(to_json(r) + "\n" for r in records))
-            file.flush()
-            os.fsync(file.fileno())
+            if started:
+                _append(path, records)
+            else:
+                write_records(path, [*kept, *records])
+                started = True
             yield unit, records
+
+
+def _append(path: Path, records: Sequence[Record]) -> None:
+    with path.open("a", encoding="utf-8", newline="\n") as file:
+        file.write("".join(to_json(r) + "\n" for r in records))
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _results(units: Sequence[Unit], pool: ProcessPoolExecutor | None) -> Iterator[tuple[Unit, list[Record]]]:

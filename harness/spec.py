@@ -41,10 +41,12 @@ class AttentionSpec:
             raise ValueError(f"align is {self.align!r}; allowed: {', '.join(ALIGNMENTS)}")
         if self.empty_row not in EMPTY_ROWS:
             raise ValueError(f"empty_row is {self.empty_row!r}; allowed: {', '.join(EMPTY_ROWS)}")
-        if self.scale is not None and not math.isfinite(self.scale):
-            raise ValueError(f"scale is {self.scale}; allowed: a finite number, or None for head_dim^-0.5")
-        if self.softcap is not None and not (math.isfinite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap is {self.softcap}; allowed: a finite number > 0, or None for off")
+        if not isinstance(self.causal, bool):
+            raise ValueError(f"causal is {self.causal!r}; allowed: True, False")
+        if self.scale is not None and not _finite(self.scale):
+            raise ValueError(f"scale is {self.scale!r}; allowed: a finite number, or None for head_dim^-0.5")
+        if self.softcap is not None and not (_finite(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap is {self.softcap!r}; allowed: a finite number > 0, or None for off")
         if self.window is not None:
             object.__setattr__(self, "window", _window(self.window))
 
@@ -69,6 +71,11 @@ class AttentionSpec:
     def shift(self, q_len: int, kv_len: int) -> int:
         """Position of query row 0 among the keys."""
         return kv_len - q_len if self.align == "bottom-right" else 0
+
+
+def _finite(value: object) -> bool:
+    """Whether this is a finite number; a bool is none."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:

@@ -170,3 +170,12 @@ def test_shipped_case_draws_inputs_of_its_declared_shape(case: Case) -> None:
 def test_shipped_files_hold_the_group_they_are_named_after() -> None:
     for name in case_files():
         assert {c.group for c in load_cases(name)} == {name}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("causal", "yes"), ("causal", 1), ("scale", "a"), ("scale", True), ("softcap", "a"), ("softcap", True)],
+)
+def test_a_rule_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{field} is {value!r}; allowed: "):
+        AttentionSpec(**{field: value})  # type: ignore[arg-type]

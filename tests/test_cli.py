@@ -35,7 +35,8 @@ class Slow:
     def run_stored(self, stored, spec, recipe, watch=None):
         if not spec.causal:
             return NAIVE_MASKED.run_stored(stored, spec, recipe, watch=watch)
-        while not Path(os.environ["RECORDS"]).read_text():
+        records = Path(os.environ["RECORDS"])
+        while not (records.exists() and records.read_text()):
             time.sleep(0.01)
         self.end()
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from harness import journal, pipeline
-from harness.case import load_cases
+from harness.case import Draw, load_cases
 from harness.journal import record
 from harness.pipeline import Unit, plan
 from harness.recipe import Recipe
@@ -30,7 +30,7 @@ UNITS = plan(load_cases("smoke"), NAMES, RECIPES, seeds=SEEDS)
 FORKS = f"""
 import os, signal, sys
 from pathlib import Path
-from harness.case import load_cases
+from harness.case import Draw, load_cases
 from harness.journal import record
 from harness.pipeline import plan
 units = plan(load_cases("smoke"), {NAMES!r}, {RECIPES!r}, seeds={SEEDS})
@@ -224,3 +224,15 @@ def test_one_job_leaves_the_threads_as_they_were() -> None:
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_run_that_cannot_start_leaves_the_earlier_records_alone(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    (smoke, *_) = load_cases("smoke")
+    list(record(path, plan([smoke], ["naive_masked"], ["fp32"], seeds=1), jobs=1, resume=False))
+    before = path.read_bytes()
+    broken = replace(smoke, draw=Draw("file", {"path": "absent.safetensors", "prefix": "x"}))
+    for resume in (False, True):
+        with pytest.raises(ValueError, match="does not exist"):
+            list(record(path, plan([broken], ["online_softmax"], ["fp32"], seeds=1), jobs=1, resume=resume))
+        assert path.read_bytes() == before
