@@ -27,6 +27,8 @@ class Draw:
     params: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.kind, str) or not isinstance(self.params, Mapping):
+            raise ValueError(f"draw is {self.kind!r}, {self.params!r}; allowed: a kind's name and a mapping")
         object.__setattr__(self, "params", FrozenMap({k: _frozen(v) for k, v in self.params.items()}))
 
     @property
@@ -56,9 +58,15 @@ class Case:
 
     def __post_init__(self) -> None:
         for part in (self.group, self.name):
-            if not part or not all(c.isalnum() or c in "-_.+=×" for c in part):
+            if not isinstance(part, str) or not part or not all(c.isalnum() or c in "-_.+=×" for c in part):
                 raise ValueError(f"case name is {part!r}; allowed: letters, digits and - _ . + = ×")
-        if not self.why.strip():
+        wanted = (("shape", Shape), ("spec", AttentionSpec), ("draw", Draw))
+        for field_name, kind in wanted:
+            if not isinstance(getattr(self, field_name), kind):
+                raise ValueError(
+                    f"{field_name} of {self.id} is {getattr(self, field_name)!r}; allowed: a {kind.__name__}"
+                )
+        if not isinstance(self.why, str) or not self.why.strip():
             raise ValueError(f"case {self.id} gives no reason; say in `why` what it can show")
 
     @property
@@ -107,24 +115,13 @@ def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case,
     return tuple(cases)
 
 
-# What a case file with a mistake in it raises.
-_MISTAKES = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    NameError,
-    OSError,
-    SyntaxError,
-    TypeError,
-    ValueError,
-)
-
-
 def _load_file(path: Path) -> list[Case]:
     try:
         cases = runpy.run_path(str(path)).get("CASES")
-    except _MISTAKES as error:
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # the file is its user's own code: whatever it raises is told by line
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ValueError(f"{where}: {type(error).__name__}: {error}; mend the case file") from error

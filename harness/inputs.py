@@ -77,7 +77,7 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         raise ValueError(f"case {case.id} draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}")
     try:
         q, k, v = (x.double().contiguous() for x in draw(Source(case, seed), **case.draw.params))
-    except (TypeError, ArithmeticError, IndexError) as error:
+    except (TypeError, ArithmeticError, IndexError, MemoryError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
             f"case {case.id} draws {case.draw.kind!r} with wrong parameters: {first_line}"

@@ -96,7 +96,7 @@ class Recipe:
         for name in ("at", "overflow", "scaling"):
             object.__setattr__(self, name, FrozenMap(getattr(self, name)))
         for place, fmt in (*self.storage.items(), *self.at.items()):
-            if fmt not in FORMATS:
+            if not isinstance(fmt, str) or fmt not in FORMATS:
                 raise ValueError(f"format of {place} is {fmt!r}; allowed: {', '.join(FORMATS)}")
             if get_format(fmt).precision > get_format(self.base).precision:
                 raise ValueError(

@@ -179,3 +179,22 @@ def test_shipped_files_hold_the_group_they_are_named_after() -> None:
 def test_a_rule_of_the_wrong_type_is_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"^{field} is {value!r}; allowed: "):
         AttentionSpec(**{field: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["assert False, 'boo'", "raise RuntimeError('boo')", "import sys; sys.exit(7)", "f = lambda: f()\nf()"],
+)
+def test_whatever_a_case_file_raises_is_one_line_with_its_place(tmp_path: Path, line: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(line + "\n")
+    with pytest.raises(ValueError, match=r"mine\.py, line \d+: .*; mend the case file$"):
+        load_cases(file)
+
+
+def test_parts_of_a_case_of_the_wrong_type_are_refused_by_name() -> None:
+    for field, value in (("shape", 3), ("spec", 3), ("draw", 3)):
+        with pytest.raises(ValueError, match=f"^{field} of x/y is 3; allowed: a "):
+            Case(**{"group": "x", "name": "y", "shape": Shape(), "why": "z", field: value})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="draw is"):
+        Draw([], {})  # type: ignore[arg-type]
