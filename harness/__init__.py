@@ -26,7 +26,7 @@ _PUBLIC = {
     "round_to": "harness.rounding",
     "alibi_bias": "harness.options",
     "alibi_slopes": "harness.options",
-    "inspect_bias": "harness.options",
+    "inspect_bias": "harness.lies",
     "packed_mask": "harness.options",
     "padding_mask": "harness.options",
     "run_packed": "harness.options",

@@ -1,22 +1,29 @@
 """Cases: a shape, the rules, how the inputs are drawn, and why the case exists.
 
-Case files are Python builders that define `CASES`. They are named by the question they ask, and found by that name
-or by path. Loading one runs it, as importing a module does: load only files you trust.
+Case files are Python builders that define `CASES`, and `MORE` for what runs only when the file itself is named. They
+are named by the question they ask, and found by that name or by path. Loading one runs it, as importing a module does:
+load only files you trust.
 """
 
 from __future__ import annotations
 
+import hashlib
 import runpy
 import traceback
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from harness._frozen import FrozenMap
 from harness.spec import AttentionSpec, Shape
 
-FIXED_DRAWS = ("values", "file")  # the same for every seed: they run once
+FIXED_DRAWS = ("values", "file")  # q, k and v are the same for every seed: such a case runs once
+EXTRAS = ("mask", "bias", "sinks", "kv_lens")
+# How q, k and v lie in memory; their values are the same. `bshd`: heads inside tokens. `padded`: rows farther apart
+# than they are wide. `interleaved`: neighbours in a row are two elements apart. `fused`: cut from one token-major
+# buffer.
+LAYOUTS = ("contiguous", "bshd", "padded", "interleaved", "fused")
 
 
 @dataclass(frozen=True)
@@ -31,11 +38,6 @@ class Draw:
             raise ValueError(f"draw is {self.kind!r}, {self.params!r}; allowed: a kind's name and a mapping")
         object.__setattr__(self, "params", FrozenMap({k: _frozen(v) for k, v in self.params.items()}))
 
-    @property
-    def fixed(self) -> bool:
-        """Whether every seed gives the same inputs."""
-        return self.kind in FIXED_DRAWS
-
 
 def _frozen(value: Any) -> Any:
     """Lists as tuples all the way down, so that a Draw hashes."""
@@ -46,7 +48,12 @@ def _frozen(value: Any) -> Any:
 class Case:
     """One problem. `id` is `group/name`: stable, because records and baselines are keyed by it.
 
-    Raises ValueError for a name that cannot be an id, or without a reason.
+    `extras`: how `mask`, `bias`, `sinks` and `kv_lens` are drawn, for those it has (kinds in `harness.extras`).
+    `layout`: one of LAYOUTS. `seeds`: run this many draws at most, where the cases are the sample. `relations`: also
+    run what should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and
+    record how far apart they are. `source`: the file it comes from, set on loading; it takes no part in comparisons.
+
+    Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """
 
     group: str
@@ -55,6 +62,11 @@ class Case:
     why: str
     spec: AttentionSpec = AttentionSpec()
     draw: Draw = Draw()
+    extras: Mapping[str, Draw] = field(default_factory=dict)
+    layout: str = "contiguous"
+    seeds: int | None = None
+    relations: bool = False
+    source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
         for part in (self.group, self.name):
@@ -68,10 +80,41 @@ class Case:
                 )
         if not isinstance(self.why, str) or not self.why.strip():
             raise ValueError(f"case {self.id} gives no reason; say in `why` what it can show")
+        extras = self.extras
+        if not isinstance(extras, Mapping) or not all(isinstance(d, Draw) for d in extras.values()):
+            raise ValueError(
+                f"extras of {self.id} is {extras!r}; allowed: a mapping of names to harness.Draw"
+            )
+        for name in extras:
+            if name not in EXTRAS:
+                raise ValueError(f"extras of {self.id} names {name!r}; allowed: {', '.join(EXTRAS)}")
+        object.__setattr__(self, "extras", FrozenMap(extras))
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout of {self.id} is {self.layout!r}; allowed: {', '.join(LAYOUTS)}")
+        whole = isinstance(self.seeds, int) and not isinstance(self.seeds, bool) and self.seeds >= 1
+        if self.seeds is not None and not whole:
+            raise ValueError(
+                f"seeds of {self.id} is {self.seeds!r}; allowed: an integer ≥ 1, or None for no limit"
+            )
+        if not isinstance(self.relations, bool):
+            raise ValueError(f"relations of {self.id} is {self.relations!r}; allowed: True, False")
 
     @property
     def id(self) -> str:
         return f"{self.group}/{self.name}"
+
+    def draws(self, seeds: int) -> int:
+        """How many of `seeds` draws run: fewer where all give the same inputs, or the case limits them."""
+        return 1 if self.draw.kind in FIXED_DRAWS else min(seeds, self.seeds or seeds)
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of all that defines the problem, its name and its reason left out: a record can tell by it
+        whether its case has changed since."""
+        draws = [("qkv", self.draw), *sorted(self.extras.items())]
+        parts = [(name, draw.kind, sorted(draw.params.items())) for name, draw in draws]
+        text = repr((self.shape, self.spec, parts, self.layout, self.relations))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def cases_folder() -> Path:
@@ -87,26 +130,32 @@ def case_files() -> dict[str, Path]:
 
 
 def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case, ...]:
-    """Cases of a built-in name (`smoke`), of `all`, of a `path.py`, or of several of these.
+    """Cases of a built-in name (`smoke`), of `all`, of a `path.py`, or of several of these. `all` leaves out what a
+    file keeps under `MORE`.
 
     Raises ValueError for an unknown name (naming the valid ones), a file without `CASES`, or an id used twice.
     """
     if isinstance(source, (str, Path)):
         source = [source]
     built_in = case_files()
-    chosen: dict[Path, None] = {}  # an ordered set: a file named twice is loaded once
+    chosen: dict[Path, bool] = {}  # whether with MORE; ordered, and a file named twice is loaded once
     for item in source:
         if str(item) == "all":
-            chosen.update(dict.fromkeys(built_in.values()))
+            chosen.update({path: chosen.get(path, False) for path in built_in.values()})
         elif str(item) in built_in:
-            chosen[built_in[str(item)]] = None
+            chosen[built_in[str(item)]] = True
         elif str(item).endswith(".py") and Path(item).is_file():
-            chosen[Path(item).resolve()] = None
+            chosen[Path(item).resolve()] = True
         else:
             raise ValueError(
                 f"unknown cases {str(item)!r}; allowed: all, {', '.join(built_in)}, or a path.py"
             )
-    cases = [case for path in chosen for case in _load_file(path)]
+    names = {path: name for name, path in built_in.items()}
+    cases = [
+        replace(case, source=names.get(path, str(path)))
+        for path, more in chosen.items()
+        for case in _load_file(path, more)
+    ]
     seen: set[str] = set()
     for case in cases:
         if case.id in seen:
@@ -115,9 +164,9 @@ def load_cases(source: str | Path | Iterable[str | Path] = "all") -> tuple[Case,
     return tuple(cases)
 
 
-def _load_file(path: Path) -> list[Case]:
+def _load_file(path: Path, more: bool) -> list[Case]:
     try:
-        cases = runpy.run_path(str(path)).get("CASES")
+        defined = runpy.run_path(str(path))
     except (
         Exception,
         SystemExit,
@@ -125,6 +174,8 @@ def _load_file(path: Path) -> list[Case]:
         lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
         where = f"{path}, line {lines[-1]}" if lines else str(path)
         raise ValueError(f"{where}: {type(error).__name__}: {error}; mend the case file") from error
-    if not isinstance(cases, (list, tuple)) or not all(isinstance(c, Case) for c in cases):
-        raise ValueError(f"{path} does not define CASES; allowed: a list of harness.Case")
-    return list(cases)
+    parts = [defined.get("CASES"), *([defined.get("MORE", [])] if more else [])]
+    for name, cases in zip(("CASES", "MORE"), parts, strict=False):
+        if not isinstance(cases, (list, tuple)) or not all(isinstance(c, Case) for c in cases):
+            raise ValueError(f"{path} does not define {name}; allowed: a list of harness.Case")
+    return [case for cases in parts for case in cases or ()]

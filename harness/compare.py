@@ -54,19 +54,19 @@ def _figures(
             "slope",
         )
         return dict.fromkeys((*names, "truth_rms"), math.nan)
-    size = delta.abs()
-    in_ulps = delta / ulp(t, fmt)
-    square, power, cross, own, along = (
-        float(torch.dot(a.reshape(-1), b.reshape(-1)))
-        for a, b in ((delta, delta), (t, t), (x, t), (x, x), (delta, t))
-    )
+    rows = torch.stack((delta.reshape(-1), t.reshape(-1), x.reshape(-1)))
+    (square, along, _), (_, power, cross), (_, _, own) = (rows @ rows.mT).tolist()
+    size = rows[:2].abs()  # of delta and of the truth
+    in_ulps = (delta / ulp(t, fmt)).reshape(-1)
+    ulps = in_ulps.abs() if finite is None else in_ulps[finite.reshape(-1)].abs()
     rank = math.ceil(0.99 * count)
-    ulps = (in_ulps if finite is None else in_ulps[finite]).abs().flatten()
+    worst = int(size[0].argmax())
+    (gross, gross_truth), largest = size.sum(1).tolist(), float(size[0, worst])
     return {
-        "max_abs": float(size.max()),
+        "max_abs": largest,
         "rmse": math.sqrt(square / count),
         "rel_l2": _ratio(math.sqrt(square), math.sqrt(power)),
-        "rel_l1": _ratio(float(size.sum()), float(t.abs().sum())),
+        "rel_l1": _ratio(gross, gross_truth),
         "cosine": _ratio(cross, math.sqrt(own) * math.sqrt(power)) if own or power else 1.0,
         "sqnr_db": _decibel(power, square),
         "max_ulp": float(ulps.max()),
@@ -74,7 +74,7 @@ def _figures(
         "bias_ulp": float(in_ulps.sum()) / count,
         "slope": _ratio(along, power),
         "truth_rms": math.sqrt(power / count),
-        "worst": tuple(int(n) for n in unravel(int(size.argmax()), size.shape)),
+        "worst": tuple(int(n) for n in torch.unravel_index(torch.tensor(worst), delta.shape)),
     }
 
 
@@ -95,12 +95,3 @@ def _decibel(power: float, square: float) -> float:
     return (
         10 * (math.log10(power) - math.log10(square)) if power else -math.inf
     )  # the quotient could underflow
-
-
-def unravel(flat: int, shape: torch.Size) -> list[int]:
-    """Index of a flat position in a contiguous tensor."""
-    index = []
-    for size in reversed(shape):
-        flat, rest = divmod(flat, size)
-        index.append(rest)
-    return index[::-1]

@@ -8,6 +8,7 @@ a 7-bit fraction.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 OVERFLOW_POLICIES = ("saturate", "nan", "inf")
 
@@ -28,28 +29,28 @@ class FloatFormat:
     infinities: bool
     storage_bits: int
 
-    @property
+    @cached_property
     def emin(self) -> int:
         """Exponent of the smallest normal number."""
         return 1 - self.bias
 
-    @property
+    @cached_property
     def emax(self) -> int:
         """Exponent of the largest finite number."""
         return (1 << self.exponent_bits) - (2 if self.infinities else 1) - self.bias
 
-    @property
+    @cached_property
     def unit_roundoff(self) -> float:
         """Largest relative error of one rounding to nearest in the normal range, 2^-p."""
         return 2.0**-self.precision
 
-    @property
+    @cached_property
     def max(self) -> float:
         """Largest finite number. Without infinities the all-ones significand is NaN, so max is one ulp lower."""
         top = 2.0 - 2.0 ** (1 - self.precision) * (1 if self.infinities else 2)
         return top * 2.0**self.emax
 
-    @property
+    @cached_property
     def overflow_threshold(self) -> float:
         """Midpoint between max and the next step: beyond it rounding leaves the finite range (E4M3: 464, FP16: 65520).
 
@@ -57,20 +58,20 @@ class FloatFormat:
         """
         return self.max + 2.0 ** (self.emax - self.precision)
 
-    @property
+    @cached_property
     def min_normal(self) -> float:
         return 2.0**self.emin
 
-    @property
+    @cached_property
     def min_subnormal(self) -> float:
         """Spacing of the subnormals (η in NUMERICS)."""
         return 2.0 ** (self.emin - self.precision + 1)
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         return self.storage_bits // 8
 
-    @property
+    @cached_property
     def default_overflow(self) -> str:
         """The declared policy where none is given: infinity where the format has one, else saturation."""
         return "inf" if self.infinities else "saturate"

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from harness.case import Case, cases_folder
-from harness.operands import check
+from harness.extras import draw_extras
+from harness.operands import NO_EXTRAS, Extras, check
 from harness.recipe import TENSORS
 
 BLOCK_ROWS = 4096
@@ -26,12 +27,14 @@ BLOCK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Inputs:
-    """Exact q `[B, H, L, D]`, k `[B, Hkv, S, D]` and v `[B, Hkv, S, E]`, FP64, and the SHA-256 of their bytes."""
+    """Exact q `[B, H, L, D]`, k `[B, Hkv, S, D]` and v `[B, Hkv, S, E]`, FP64, the extras, and the SHA-256 of all
+    their bytes."""
 
     q: Tensor
     k: Tensor
     v: Tensor
     hash: str
+    extras: Extras = NO_EXTRAS
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -69,26 +72,31 @@ class Source:
 def make_inputs(case: Case, seed: int) -> Inputs:
     """The case's inputs for one seed.
 
-    Raises ValueError for an unknown kind, a parameter the kind does not take, tensors that do not fit the case's
-    shape, or a data file that cannot be read.
+    Raises ValueError for an unknown kind, a parameter the kind does not take, tensors or extras that do not fit the
+    case's shape, or a data file that cannot be read.
     """
     draw = KINDS.get(case.draw.kind)
     if draw is None:
         raise ValueError(f"case {case.id} draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}")
+    source = Source(case, seed)
     try:
-        q, k, v = (x.double().contiguous() for x in draw(Source(case, seed), **case.draw.params))
+        q, k, v = (x.double().contiguous() for x in draw(source, **case.draw.params))
     except (TypeError, ArithmeticError, IndexError, MemoryError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
             f"case {case.id} draws {case.draw.kind!r} with wrong parameters: {first_line}"
         ) from None
-    got, _ = check(q, k, v, case.spec)
+    drawn = draw_extras(case, source.generator)
+    try:
+        got, extras = check(q, k, v, case.spec, **drawn)
+    except ValueError as error:
+        raise ValueError(f"case {case.id}: {error}") from None
     if got != case.shape:
         raise ValueError(f"case {case.id} has shape {case.shape} but its inputs have {got}; make them agree")
     digest = hashlib.sha256()
-    for x in (q, k, v):
+    for x in (q, k, v, *drawn.values()):
         digest.update(np.ascontiguousarray(x.numpy()).tobytes())
-    return Inputs(q, k, v, digest.hexdigest())
+    return Inputs(q, k, v, digest.hexdigest(), extras)
 
 
 Tensors = tuple[Tensor, Tensor, Tensor]
@@ -152,11 +160,11 @@ def _deep_negative(source: Source, depth: float = 200.0) -> Tensors:
     return q, k, v
 
 
-def _heavy_key(source: Source, shift: float = 1.0) -> Tensors:
-    """The first key draws most of the mass of every row, as the first token of real models does."""
+def _heavy_key(source: Source, shift: float = 1.0, key: int = 0) -> Tensors:
+    """One key draws most of the mass of every row, as the first token of real models does."""
     q, k, v = _normal(source)
     q += shift
-    k[..., :1, :] += shift
+    k[..., key, :] += shift
     return q, k, v
 
 
@@ -175,10 +183,11 @@ def _values(source: Source, q: Any, k: Any, v: Any) -> Tensors:
 
 
 def _file(source: Source, path: str, prefix: str, tokens: int | None = None) -> Tensors:
-    """Tensors `{prefix}.q`, `.k`, `.v` of a safetensors file beside the cases, the first `tokens` of each."""
-    return tuple(
-        x[:, :, :tokens] for x in read_tensors(cases_folder() / path, [f"{prefix}.{t}" for t in TENSORS])
-    )  # type: ignore[return-value]
+    """Tensors `{prefix}.q`, `.k`, `.v` of a safetensors file, the first `tokens` of each. A relative path starts at the
+    folder of the case file, or of the built-in cases."""
+    origin = source.case.source
+    folder = Path(origin).parent if origin.endswith(".py") else cases_folder()
+    return tuple(x[:, :, :tokens] for x in read_tensors(folder / path, [f"{prefix}.{t}" for t in TENSORS]))  # type: ignore[return-value]
 
 
 def read_tensors(path: Path, names: list[str]) -> list[Tensor]:

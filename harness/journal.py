@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from harness.cell import Unit, run_unit
 from harness.interrupts import interrupts_held
 from harness.machine import machine
-from harness.pipeline import Unit, run_unit, run_units
+from harness.pipeline import run_units
 from harness.records import Record, read_records, to_json, write_records
 
 
@@ -85,12 +86,12 @@ def _kept(path: Path, units: Sequence[Unit]) -> dict[tuple[str, int], list[Recor
 
 def _belongs(r: Record, unit: Unit) -> bool:
     """Whether a record is what running its cell here would give, as far as it can tell: the same recipe, case, device
-    and software. It cannot tell a changed implementation or rule from an unchanged one."""
+    and software. It cannot tell a changed implementation from an unchanged one."""
     here, there = machine(unit.device), r.machine
     digests = {recipe.name: recipe.digest for recipe in unit.recipes}
     return (
         r.recipe_digest == digests[r.recipe]
-        and (r.shape, r.why) == (str(unit.case.shape), unit.case.why)
+        and (r.case_digest, r.why) == (unit.case.digest, unit.case.why)
         and all(
             getattr(here, name) == getattr(there, name)
             for name in ("device", "isa", "torch", "numpy", "harness")

@@ -18,6 +18,7 @@ from harness.spec import Shape
 NEAR_BITS = 1.0  # headroom below which a stage is called near overflow
 # An error of one ulp of s in the exponent changes a probability by that factor: 2^-4 ≈ 6 %, E4M3's own roundoff.
 RESOLUTION_ULP = 2.0**-4
+_FLUSHES = ("exp", "probs", "out")  # where a value that became 0 was not meant to
 _OVER_KEYS = ("scores_raw", "scores", "shifted", "exp", "probs")  # their last axis counts keys
 
 
@@ -41,8 +42,10 @@ def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
 
 @dataclass
 class _Stage:
-    """What was seen at one stage."""
+    """What was seen at one stage, which rounds to `fmt` by `policy`."""
 
+    fmt: FloatFormat
+    policy: str
     total: int = 0
     peak: float = 0.0
     peak_at: tuple[int, ...] | None = None
@@ -72,9 +75,7 @@ class RangeLedger:
     def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
         if after.numel() == 0:
             return
-        seen = self.stages.get(stage)
-        if seen is None:
-            seen = self.stages[stage] = _Stage()
+        seen = self._stage(stage)
         seen.total += after.numel()
         low, high = (x.item() for x in torch.aminmax(after))
         if math.isnan(low):  # aminmax gives NaN as soon as one element is
@@ -93,11 +94,18 @@ class RangeLedger:
             self._cast(seen, stage, before, after, max(-low, high))
         self._peak(seen, stage, max(-low, high), before, block)
 
+    def _stage(self, stage: str) -> _Stage:
+        seen = self.stages.get(stage)
+        if seen is None:
+            fmt = get_format(self.recipe.format_of(stage))
+            seen = self.stages[stage] = _Stage(fmt, self.recipe.policy(stage))
+        return seen
+
     def _cast(self, seen: _Stage, stage: str, before: Tensor, after: Tensor, magnitude: float) -> None:
-        fmt = get_format(self.recipe.format_of(stage))
-        if self.recipe.policy(stage) == "saturate" and not magnitude <= fmt.max:
-            seen.saturated += int((beyond(fmt, before.abs()) & torch.isfinite(after)).sum())
-        seen.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
+        if not magnitude <= seen.fmt.max and seen.policy == "saturate":
+            seen.saturated += int((beyond(seen.fmt, before.abs()) & torch.isfinite(after)).sum())
+        if stage in _FLUSHES:
+            seen.flushed += int(torch.count_nonzero(before)) - int(torch.count_nonzero(after))
         if stage == "probs":
             seen.mass_before += float(before.sum(dtype=torch.float64))
             seen.mass_after += float(after.sum(dtype=torch.float64))
@@ -105,20 +113,20 @@ class RangeLedger:
     def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
         """A running sum that stayed where it was although something was added."""
         stuck = (added != 0) & (after == held) & torch.isfinite(after)
-        self.stages.setdefault(stage, _Stage()).stagnated += int(stuck.sum())
+        self._stage(stage).stagnated += int(stuck.sum())
 
     def _peak(self, seen: _Stage, stage: str, magnitude: float, x: Tensor, block: Block) -> None:
         """Note a new largest magnitude, and its place where a hazard will tell it."""
         if magnitude <= seen.peak:
             return
-        fmt = get_format(self.recipe.format_of(stage))
         if not math.isfinite(magnitude):
             x = torch.where(torch.isfinite(x), x, 0.0)
             magnitude = float(x.abs().amax())
             if magnitude <= seen.peak:
                 return
         seen.peak, seen.peak_at = magnitude, None
-        if headroom_bits(fmt, magnitude) < NEAR_BITS or (stage == "scores" and coarse(fmt, magnitude)):
+        near = headroom_bits(seen.fmt, magnitude) < NEAR_BITS
+        if near or (stage == "scores" and coarse(seen.fmt, magnitude)):
             seen.peak_at = self._place(x.abs() == magnitude, stage, block)
 
     def _place(self, hit: Tensor, stage: str, block: Block) -> tuple[int, ...] | None:
@@ -141,7 +149,7 @@ class RangeLedger:
                 yield from self._of(stage, self.stages[stage])
 
     def _of(self, stage: str, seen: _Stage) -> Iterator[Hazard]:
-        fmt = get_format(self.recipe.format_of(stage))
+        fmt = seen.fmt
 
         def hazard(kind: HazardKind, count: int, where: tuple[int, ...] | None, lost: float = 0.0) -> Hazard:
             bits = headroom_bits(fmt, seen.peak)
@@ -163,7 +171,7 @@ class RangeLedger:
             yield hazard(HazardKind.NON_FINITE, seen.undefined, seen.undefined_at)
         if seen.stagnated:
             yield hazard(HazardKind.STAGNATION, seen.stagnated, None)
-        if seen.flushed and stage in ("probs", "exp", "out"):
+        if seen.flushed:
             known = seen.mass_before and math.isfinite(seen.mass_before) and math.isfinite(seen.mass_after)
             lost = 1 - seen.mass_after / seen.mass_before if known else 0.0
             yield hazard(HazardKind.FLUSH, seen.flushed, None, lost)

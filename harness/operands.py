@@ -33,6 +33,14 @@ class Extras:
         """Names of the options in use."""
         return tuple(n for n in ("mask", "bias", "sinks", "kv_lens") if getattr(self, n) is not None)
 
+    def as_options(self) -> dict[str, Tensor | None]:
+        """As keyword arguments."""
+        return {"mask": self.mask, "bias": self.bias, "sinks": self.sinks, "kv_lens": self.kv_lens}
+
+    def to(self, device: torch.device | str) -> Extras:
+        """All tensors on a device."""
+        return Extras(**{n: None if x is None else x.to(device) for n, x in self.as_options().items()})
+
 
 NO_EXTRAS = Extras()
 
@@ -130,3 +138,10 @@ def slice_rows_keys(x: Tensor, rows: slice, keys: slice) -> Tensor:
     if x.shape[3] != 1:
         x = x[..., keys]
     return x
+
+
+def shown(x: Any) -> str:
+    """A value in an error message: short tensors whole, long ones by type and shape."""
+    if not isinstance(x, Tensor):
+        return repr(x)
+    return str(x.tolist()) if x.dim() == 1 and x.numel() <= 16 else f"{x.dtype} {tuple(x.shape)}"

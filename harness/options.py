@@ -1,14 +1,12 @@
 """What users of real kernels pass, as this project's `mask`, `bias` and `kv_lens`: ALiBi, padding, packed sequences.
 
-Here also is what looks at a bias that hides keys by large finite numbers (`inspect_bias`). `docs/options.md` has every
-option's formula beside the conventions of other libraries. Position of query row i among the keys: as in
-`harness.spec`, i + S − L bottom-right and i top-left.
+`docs/options.md` has every option's formula beside the conventions of other libraries. Position of query row i among
+the keys: as in `harness.spec`, i + S − L bottom-right and i top-left.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,17 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.formats import BF16, FP16, FP32, FP64, FloatFormat, get_format
-from harness.operands import Extras, check, slice_rows_keys
-from harness.rounding import round_to
+from harness.operands import Extras, check, shown, slice_rows_keys
 from harness.spec import AttentionSpec
 
 SIDES = ("right", "left")
-# Half of -1e4, the smallest number in use for "hidden" (BERT's): the others, -1e9 and finfo.min, lie far below, and
-# neither a rounding (-9984 in BF16) nor a real bias added on top lifts one above it. A guess about intent all the
-# same: ALiBi gets there 10,000 keys away (slope 1/2), where its keys are as good as hidden.
-SENTINEL = -5000.0
-_INSPECTED = (FP16, BF16, FP32, FP64)
 
 # --- ALiBi -------------------------------------------------------------------------------------------------------
 
@@ -135,10 +126,10 @@ def check_cu_seqlens(cu: Any, total: int | None = None, name: str = "cu_seqlens"
     allowed = f"integers [sequences + 1] that start at 0, never fall{ends}"
     x = _tensor(cu)
     if x is None or x.dim() != 1 or x.numel() == 0 or not _integer(x):
-        raise ValueError(f"{name} is {_shown(cu)}; allowed: {allowed}")
+        raise ValueError(f"{name} is {shown(cu)}; allowed: {allowed}")
     at = tuple(int(n) for n in x.tolist())
     if at[0] != 0 or any(b < a for a, b in itertools.pairwise(at)) or (total is not None and at[-1] != total):
-        raise ValueError(f"{name} is {_shown(x)}; allowed: {allowed}")
+        raise ValueError(f"{name} is {shown(x)}; allowed: {allowed}")
     return at
 
 
@@ -194,7 +185,7 @@ def run_packed(
         kv_lens = _lengths("kv_lens", kv_lens, k.shape[2], len(at_q) - 1)
     if scales is not None and not (isinstance(scales, (tuple, list)) and len(scales) == 3):
         raise ValueError(
-            f"scales is {_shown(scales)}; allowed: three, for q, k and v, each a tensor, a number or None"
+            f"scales is {shown(scales)}; allowed: three, for q, k and v, each a tensor, a number or None"
         )
     todo = [(i, *at) for i, at in enumerate(_sequences(at_q, at_k)) if at[0].start < at[0].stop]
     if not todo:  # no query at all: an empty call tells the dtypes
@@ -222,7 +213,7 @@ def _is_thd(q: Tensor, k: Tensor, v: Tensor) -> bool:
         )
         if not fits:
             raise ValueError(
-                f"{name} is {_shown(x)}; allowed: [T, H, D] for all of q, k, v, or [1, H, T, D] for all"
+                f"{name} is {shown(x)}; allowed: [T, H, D] for all of q, k, v, or [1, H, T, D] for all"
             )
     return q.dim() == 3
 
@@ -256,123 +247,6 @@ def _sequences(at_q: tuple[int, ...], at_k: tuple[int, ...]) -> list[tuple[slice
     return list(zip(rows, keys, strict=True))
 
 
-# --- masks that lie ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Lies:
-    """What a bias hides, row by row, when a kernel adds it in format `fmt`. Tensors are `[…, L]` on the bias's device.
-
-    `sentinels`: keys whose bias is finite and ≤ `threshold`, so meant as hidden. `hidden`: −∞ as given, in bias or
-    scores, or hidden by the mask. `overflowing`: finite as given, −∞ in the format. `undefined`: NaN or +∞, as given or
-    in the format. `visible`: keys whose weight, relative to the row's best key, the format does not round to 0; 0 in a
-    row that is empty or undefined. `sentinel_rows`: no key is left but sentinels, so that the truth attends to what was
-    meant as hidden: these rows are not empty. `emptied_rows`: rows with finite keys of which the format leaves none:
-    NaN in a softmax without a rule for empty rows.
-    """
-
-    fmt: FloatFormat
-    threshold: float
-    keys: int
-    sentinels: Tensor
-    hidden: Tensor
-    overflowing: Tensor
-    undefined: Tensor
-    visible: Tensor
-    sentinel_rows: Tensor
-    emptied_rows: Tensor
-
-    @property
-    def honest(self) -> bool:
-        """Whether −∞ alone hides, and nothing else became non-finite."""
-        return not any(bool(x.any()) for x in (self.sentinels, self.overflowing, self.undefined))
-
-    def __str__(self) -> str:
-        rows = self.visible.numel()
-        counts = "; ".join(
-            f"{int(n.sum())} {text}"
-            for n, text in (
-                (self.sentinels, f"finite but ≤ {self.threshold:g} (sentinels)"), (self.hidden, "hidden by −∞"),
-                (self.overflowing, f"finite but −∞ in {self.fmt.name}"), (self.undefined, "NaN or +∞"),
-            )
-        )  # fmt: skip
-        lines = [f"bias in {self.fmt.name}, {rows} rows × {self.keys} keys: {counts}"]
-        if rows:
-            low, high = int(self.visible.min()), int(self.visible.max())
-            lines.append(f"effectively visible keys per row: {low if low == high else f'{low} to {high}'}")
-        for at in (self.sentinel_rows & ~self.emptied_rows).nonzero().tolist()[:_ROWS_SHOWN]:
-            n, end = int(self.visible[tuple(at)]), "the row is not empty"
-            lines.append(
-                f"row {at}: every key left is a sentinel; the weight goes to {n} keys meant as hidden: {end}"
-            )
-        for at in self.emptied_rows.nonzero().tolist()[:_ROWS_SHOWN]:
-            lines.append(
-                f"row {at}: no finite key is left in {self.fmt.name}; NaN without a rule for empty rows"
-            )
-        for name, flags in (("sentinel", self.sentinel_rows), ("emptied", self.emptied_rows)):
-            if int(flags.sum()) > _ROWS_SHOWN:
-                lines.append(f"… {int(flags.sum())} {name} rows in all")
-        lines.append("hides by −∞ alone" if self.honest else "to hide a key, pass mask= or a bias of −∞")
-        return "\n".join(lines)
-
-
-_ROWS_SHOWN = 4
-
-
-def inspect_bias(
-    bias: Tensor, fmt: str | FloatFormat, *, scores: Tensor | None = None, mask: Tensor | None = None,
-    threshold: float = SENTINEL,
-) -> Lies:  # fmt: skip
-    """Which keys a bias `[…, L, S]` only seems to hide when it is added in `fmt` (fp16, bf16, fp32 or fp64).
-
-    `scores` (scaled and softcapped, same broadcast) are rounded to the format and added there; without them every
-    score counts as 0. `mask`, bool, True = attend, hides for good. Sum the biases in FP64 before this call: two
-    `finfo.min` are finite there and −∞ in their format, which is what `overflowing` then shows.
-
-    Raises ValueError for a bias or scores that are no floating-point tensors, a mask that is not bool, shapes that
-    do not broadcast, another format, and a threshold that is not below 0.
-    """
-    f = get_format(fmt)
-    if f not in _INSPECTED:
-        raise ValueError(f"fmt is {f.name}; allowed: {', '.join(x.name for x in _INSPECTED)}")
-    if not (math.isfinite(threshold) and threshold < 0):
-        raise ValueError(f"threshold is {threshold}; allowed: a finite number below 0")
-    given, s = _inspected(bias, scores, mask)
-    finite = torch.isfinite(given)
-    sentinel = finite & (given <= threshold)
-    t = round_to(round_to(s, f) + round_to(given, f), f)
-    gone = finite & (t == -math.inf)
-    undefined = torch.isnan(t) | (t == math.inf)
-    hidden = (given == -math.inf) & ~undefined
-    best = t.amax(-1, keepdim=True) if t.shape[-1] else t.new_zeros((*t.shape[:-1], 1))
-    weighs = round_to(torch.exp(t - best), f) > 0  # NaN, and −∞ − (−∞), are not
-    return Lies(
-        f, threshold, t.shape[-1], sentinel.sum(-1), hidden.sum(-1), gone.sum(-1), undefined.sum(-1), weighs.sum(-1),
-        sentinel_rows=sentinel.any(-1) & (sentinel | hidden).all(-1),
-        emptied_rows=gone.any(-1) & (gone | hidden).all(-1),
-    )  # fmt: skip
-
-
-def _inspected(bias: Any, scores: Any, mask: Any) -> tuple[Tensor, Tensor]:
-    """Bias (−∞ where masked) and scores in FP64, broadcast together."""
-    for name, x in (("bias", bias), ("scores", scores)):
-        fits = isinstance(x, Tensor) and x.dtype.is_floating_point and x.dim() >= 1
-        if not fits and (name == "bias" or x is not None):
-            raise ValueError(f"{name} is {_shown(x)}; allowed: a floating-point tensor […, L, S]")
-    if mask is not None and not (isinstance(mask, Tensor) and mask.dtype is torch.bool):
-        raise ValueError(f"mask is {_shown(mask)}; allowed: a bool tensor, True = attend")
-    s = torch.zeros((), device=bias.device) if scores is None else scores.detach()
-    seen = torch.ones((), dtype=torch.bool, device=bias.device) if mask is None else mask
-    try:
-        shape = torch.broadcast_shapes(bias.shape, s.shape, seen.shape)  # type: ignore[no-untyped-call]
-    except RuntimeError:
-        given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("bias", bias), ("scores", s), ("mask", seen)))
-        raise ValueError(f"shapes are {given}; allowed: ones that broadcast together") from None
-    b, s, seen = (x.expand(shape) for x in (bias.detach().double(), s.double(), seen))
-    hidden = ~seen | ((s == -math.inf) & torch.isfinite(b))
-    return b.masked_fill(hidden, -math.inf), s.masked_fill(~seen, 0.0)
-
-
 # --- what is given, in one line ----------------------------------------------------------------------------------
 
 
@@ -386,9 +260,9 @@ def _lengths(name: str, x: Any, most: int, count: int | None = None) -> Tensor:
     allowed = f"integers [{'B' if count is None else count}], each 0 to {most}"
     n = _tensor(x)
     if n is None or n.dim() != 1 or not _integer(n) or (count is not None and len(n) != count):
-        raise ValueError(f"{name} is {_shown(x)}; allowed: {allowed}")
+        raise ValueError(f"{name} is {shown(x)}; allowed: {allowed}")
     if n.numel() and (int(n.min()) < 0 or int(n.max()) > most):
-        raise ValueError(f"{name} is {_shown(n)}; allowed: {allowed}")
+        raise ValueError(f"{name} is {shown(n)}; allowed: {allowed}")
     return n.to(torch.int64)
 
 
@@ -402,9 +276,3 @@ def _tensor(x: Any) -> Tensor | None:
 def _integer(x: Tensor) -> bool:
     """An empty list is a float tensor and has no wrong number in it."""
     return x.numel() == 0 or not (x.dtype.is_floating_point or x.dtype.is_complex or x.dtype is torch.bool)
-
-
-def _shown(x: Any) -> str:
-    if not isinstance(x, Tensor):
-        return repr(x)
-    return str(x.tolist()) if x.dim() == 1 and x.numel() <= 16 else f"{x.dtype} {tuple(x.shape)}"

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.files import write_atomically
 
-SCHEMA = "1.0"
+SCHEMA = "1.1"
 
 
 class Status(enum.Enum):
@@ -67,6 +67,10 @@ class HazardKind(enum.Enum):
         "NaN or Inf that was not in the inputs: look at the first stage that shows it",
     )
     ZERO_AMAX = ("zero-amax", "a scale block is all zeros; its scale is 1, and 0/0 does not arise")
+    SENTINEL = (
+        "sentinel",
+        "a bias hides keys by large finite numbers and leaves a row nothing else: pass mask= or a bias of −∞",
+    )
 
     def __new__(cls, value: str, advice: str) -> HazardKind:
         member = object.__new__(cls)
@@ -141,6 +145,47 @@ class Errors:
 
 
 @dataclass(frozen=True)
+class Relation:
+    """Two runs that should give the same numbers: bits equal, or how far apart. No error: both may be as near to the
+    truth as their precision allows.
+
+    `name` says what differed between the runs. `bits_equal`: same values, signs of zero and places of NaN. `max_ulps`,
+    in ulps of `format`: infinite where only one of the two is NaN or infinite, or they are opposite infinities.
+    `differing` of `count` elements differ, most at index `worst`. An element near 0 has small ulps: `rel_l2`, the
+    distance over the norm, both over finite elements, says how much the whole differs.
+    """
+
+    name: str
+    format: str
+    bits_equal: bool
+    max_ulps: float
+    differing: int
+    count: int
+    worst: tuple[int, ...] | None = None
+    rel_l2: float = 0.0
+
+    def __str__(self) -> str:
+        if self.bits_equal:
+            return f"equal bits in {self.count} elements"
+        place = "" if self.worst is None else f" at {self.worst}"
+        apart = f"at most {self.max_ulps:.3g} ulps of {self.format}{place}"
+        return f"{self.differing} of {self.count} elements differ, {apart}"
+
+
+@dataclass(frozen=True)
+class MaskRow:
+    """A row (b, h, i) whose bias hides by large finite numbers and leaves nothing else. `shown`: keys that masks and −∞
+    leave; `meant`: those that are no sentinels; `effective`: keys that weigh anything once the bias is added in
+    `format`."""
+
+    where: tuple[int, ...]
+    format: str
+    shown: int
+    meant: int
+    effective: int
+
+
+@dataclass(frozen=True)
 class Machine:
     """Where a record was made. `isa` is torch's CPU capability: results differ in the last bits between them."""
 
@@ -160,9 +205,10 @@ class Machine:
 @dataclass(frozen=True)
 class Record:
     """One cell. `errors` is against the stored truth, `total_errors` against the exact truth, `lse_errors` against
-    the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and
-    scales of K and V of all kv heads of the case. `flops` is the mathematics' count for the visible pairs,
-    `computed_flops` what the implementation's products took. `data` holds facts about the inputs, from FP64."""
+    the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and scales
+    of K and V of all kv heads of the case. `flops` is the mathematics' count for the visible pairs, `computed_flops`
+    what the implementation's products took. `data` holds facts about the inputs, from FP64. `source`: the built-in case
+    file or the path the case came from; `case_digest`: `Case.digest`."""
 
     case: str
     group: str
@@ -190,6 +236,10 @@ class Record:
     output_hash: str
     machine: Machine
     created: str
+    case_digest: str = ""
+    source: str = ""
+    relations: tuple[Relation, ...] = ()
+    mask_rows: tuple[MaskRow, ...] = ()
     schema: str = SCHEMA
 
     @property

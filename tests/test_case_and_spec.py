@@ -99,8 +99,6 @@ def test_draw_hashes_and_copies_its_parameters() -> None:
     params["q"] = []
     assert draw.params["q"] == ((1, 2), (3, 4))
     assert hash(draw) == hash(Draw("values", {"q": [[1, 2], [3, 4]]}))
-    assert draw.fixed
-    assert not Draw().fixed
 
 
 def test_cases_are_found_by_name_by_path_and_all_together(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ from harness.attention.naive import NAIVE_MASKED
 class Slow:
     def refusals(self, *_):
         return ()
-    def run_stored(self, stored, spec, recipe, watch=None):
+    def run_stored(self, stored, spec, recipe, extras, watch=None):
         if not spec.causal:
-            return NAIVE_MASKED.run_stored(stored, spec, recipe, watch=watch)
+            return NAIVE_MASKED.run_stored(stored, spec, recipe, extras, watch=watch)
         records = Path(os.environ["RECORDS"])
         while not (records.exists() and records.read_text()):
             time.sleep(0.01)

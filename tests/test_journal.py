@@ -182,7 +182,8 @@ def read_digest(units: list[Unit]) -> str:
 
 @pytest.mark.parametrize(
     "change",
-    [{"shape": "[1, 1, 1, 1]"}, {"why": "another"}, {"device": "cuda (Some GPU)"}, {"isa": "none"}, {"torch": "2.9.0"}],
+    [{"case_digest": "0123456789abcdef"},
+     {"why": "another"}, {"device": "cuda (Some GPU)"}, {"isa": "none"}, {"torch": "2.9.0"}],
     ids=lambda c: next(iter(c)),
 )  # fmt: skip
 def test_record_of_another_case_device_or_software_runs_again(

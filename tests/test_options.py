@@ -20,12 +20,12 @@ from torch.nn.functional import pad
 
 from harness import AttentionSpec, get, reference
 from harness.formats import get_format
+from harness.lies import inspect_bias
 from harness.options import (
     alibi_bias,
     alibi_slopes,
     check_cu_seqlens,
     cu_seqlens,
-    inspect_bias,
     packed_mask,
     padding_mask,
     run_packed,

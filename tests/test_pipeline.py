@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import harness
-from harness import pipeline, registry
+from harness import cell, pipeline, registry
 from harness.attention.algorithm import Algorithm, Result
 from harness.case import Case, Draw
 from harness.journal import workers
@@ -44,8 +44,8 @@ class Spoilt:
     def refusals(self, *_: object) -> tuple[str, ...]:
         return ()
 
-    def run_stored(self, stored: Any, spec: Any, recipe: Any, watch: Any = None) -> Any:
-        return self.spoil(harness.get("naive_masked").run_stored(stored, spec, recipe, watch=watch))
+    def run_stored(self, stored: Any, spec: Any, recipe: Any, extras: Any, watch: Any = None) -> Any:
+        return self.spoil(harness.get("naive_masked").run_stored(stored, spec, recipe, extras, watch=watch))
 
 
 def _raise(_: Result) -> Result:
@@ -190,7 +190,7 @@ def test_truths_are_shared_one_for_the_exact_inputs_and_one_a_storage(
         calls.append(args)
         return harness.reference(*args, **kwargs)
 
-    monkeypatch.setattr(pipeline, "reference", counted)
+    monkeypatch.setattr(cell, "reference", counted)
     chosen = ["fp32", "bf16", "bf16_eager", "fp16", "fp16_eager", "fp8_e4m3"]
     storages = {harness.get_recipe(r).storage_key for r in chosen}
     assert len(storages) == 4

@@ -62,7 +62,7 @@ def _whole(records: list[Record]) -> bool:
     return all(
         (case.id, name, recipe, seed) in have
         for case in load_cases("all")
-        for seed in range(1 if case.draw.fixed else SEEDS)
+        for seed in range(case.draws(SEEDS))
         for name in registry.default_implementations()
         for recipe in DEFAULT_RECIPES
     )

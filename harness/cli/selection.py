@@ -69,7 +69,7 @@ class Selection:
 
     @property
     def cells(self) -> int:
-        units = sum(1 if case.draw.fixed else self.seeds for case in self.cases)
+        units = sum(case.draws(self.seeds) for case in self.cases)
         return units * len(self.implementations) * len(self.recipes)
 
     def __str__(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from tabulate import tabulate
 
+from harness.records import HazardKind
 from harness.report import words
 from harness.report.model import DECIDED, Failure, GroupTable, Report
 
@@ -79,7 +80,19 @@ def table(headers: Sequence[str], rows: Iterable[Sequence[str]], right: Iterable
 
 def to_markdown(report: Report) -> str:
     """All sections; those with nothing to say are left out. Ends with a newline."""
-    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _inputs, _refusals, _known)
+    sections = (
+        _headline,
+        _failures,
+        _problems,
+        _groups,
+        _worst,
+        _hazards,
+        _lies,
+        _relations,
+        _inputs,
+        _refusals,
+        _known,
+    )
     blocks = [block for section in sections if (block := section(report))]
     return "\n\n".join([*blocks, HOW_TO_READ])
 
@@ -171,6 +184,26 @@ def _hazards(report: Report) -> str:
         " and foreseen from FP64 values, and the worst place."
     )
     return f"## Overflow and range\n\n{told}\n\n{body}\n\n{advice}"
+
+
+def _lies(report: Report) -> str:
+    if not report.lies:
+        return ""
+    rows = [[*map(escape, words.lie(row)), escape(", ".join(row.recipes))] for row in report.lies[:LISTED]]
+    body = table([*words.LIE_HEADERS, "recipes"], rows, right=(2, 4, 5, 6))
+    advice = HazardKind.SENTINEL.advice
+    return f"## Masks that lie\n\n{words.LIES_TOLD}\n\n{body}{_more(len(report.lies))}\n\n{advice}"
+
+
+def _relations(report: Report) -> str:
+    if not report.relations:
+        return ""
+    rows = [
+        [escape(row.implementation), *map(escape, words.relation(row)), escape(row.case)]
+        for row in report.relations[:LISTED]
+    ]
+    body = table(["implementation", *words.RELATION_HEADERS, "case"], rows, right=(2, 3, 4))
+    return f"## Runs that should agree\n\n{words.RELATIONS_TOLD}\n\n{body}{_more(len(report.relations))}"
 
 
 def _inputs(report: Report) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.deviations import Deviation
-from harness.records import Errors, Hazard, HazardKind, Machine, Status, pooled_rms
+from harness.records import Errors, Hazard, HazardKind, Machine, MaskRow, Relation, Status, pooled_rms
 
 DECIDED = (
     "Status is decided by classes alone: NaN and ±Inf stand where the stored truth has them."
@@ -136,6 +136,33 @@ class HazardRow:
 
 
 @dataclass(frozen=True)
+class RelationRow:
+    """One pair of runs that should agree, over cases, recipes and seeds: equal bits in `equal` of `cells`; the farthest
+    apart by rel_l2 is `worst`, in this case and recipe."""
+
+    implementation: str
+    name: str
+    cells: int
+    equal: int
+    worst: Relation
+    case: str
+    recipe: str
+
+
+@dataclass(frozen=True)
+class LyingMask:
+    """Rows of a case whose bias hides by large finite numbers and leaves nothing else, once it is added in a format.
+    `count` of `total` rows; `rows` are those recorded."""
+
+    case: str
+    format: str
+    recipes: tuple[str, ...]
+    count: int
+    total: int
+    rows: tuple[MaskRow, ...]
+
+
+@dataclass(frozen=True)
 class InputRow:
     """What a case's inputs are like, by the mean over its seeds, and why the case exists."""
 
@@ -175,6 +202,8 @@ class Report:
     groups: tuple[GroupTable, ...]
     worst: tuple[WorstRow, ...]
     hazards: tuple[HazardRow, ...]
+    lies: tuple[LyingMask, ...]
+    relations: tuple[RelationRow, ...]
     inputs: tuple[InputRow, ...]
     refusals: tuple[RefusalRow, ...]
     known: tuple[KnownRow, ...]

@@ -26,6 +26,7 @@ from harness.report.model import (
     WorstRow,
     pool,
 )
+from harness.report.related import lying_masks, relation_rows
 
 WORST = 15
 # Those that spoil numbers; the other kinds warn of what might.
@@ -34,7 +35,7 @@ FLAGGED = frozenset(
 )
 _SEVERITY = (
     HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION, HazardKind.STAGNATION, HazardKind.FLUSH,
-    HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
+    HazardKind.SENTINEL, HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
 )  # fmt: skip
 _BY_SEVERITY = {kind: rank for rank, kind in enumerate(_SEVERITY)}
 
@@ -56,6 +57,8 @@ def summary(records: Iterable[Record], review: Review) -> Report:
         groups=_groups(records, known),
         worst=_worst(by_key, known),
         hazards=_hazards(records),
+        lies=lying_masks(records),
+        relations=relation_rows(records),
         inputs=_inputs(records),
         refusals=_refusals(records),
         known=tuple(KnownRow(d, n) for d, n in Counter(d for _, d in review.known).items()),

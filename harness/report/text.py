@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tabulate import tabulate
 
+from harness.records import HazardKind
 from harness.report import words
 from harness.report.model import DECIDED, Failure, GroupTable, Report
 
@@ -29,7 +30,19 @@ class _NameWrapper(textwrap.TextWrapper):
 
 def to_text(report: Report) -> str:
     """All sections; those with nothing to say are left out. Ends with a newline."""
-    sections = (_headline, _failures, _problems, _groups, _worst, _hazards, _inputs, _refusals, _known)
+    sections = (
+        _headline,
+        _failures,
+        _problems,
+        _groups,
+        _worst,
+        _hazards,
+        _lies,
+        _relations,
+        _inputs,
+        _refusals,
+        _known,
+    )
     blocks = [lines for section in sections if (lines := section(report))]
     return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
 
@@ -172,6 +185,26 @@ def _hazards(report: Report) -> list[str]:
     lines.append(table(headers, rows, wrap=(1, 2, 6), right=(3, 4, 5)))
     lines += _more(len(report.hazards), "report.md, each one in hazards.csv")
     return lines + [line for kind in advice for line in _paragraph(f"{kind.value}: {kind.advice}")]
+
+
+def _lies(report: Report) -> list[str]:
+    if not report.lies:
+        return []
+    rows = [words.lie(row) for row in report.lies[:SHOWN]]
+    lines = [_title("Masks that lie"), *_paragraph(words.LIES_TOLD), ""]
+    lines.append(table(words.LIE_HEADERS, rows, wrap=(0,), right=(2, 4, 5, 6)))
+    return [*lines, *_more(len(report.lies)), *_paragraph(HazardKind.SENTINEL.advice)]
+
+
+def _relations(report: Report) -> list[str]:
+    if not report.relations:
+        return []
+    shown = report.relations[:SHOWN_INPUTS]
+    rows = [[words.clean(row.implementation), *words.relation(row), words.clean(row.case)] for row in shown]
+    lines = [_title("Runs that should agree"), *_paragraph(words.RELATIONS_TOLD), ""]
+    headers = ["implementation", *words.RELATION_HEADERS, "case"]
+    lines.append(table(headers, rows, wrap=(0, 1, 5, 6), right=(2, 3, 4)))
+    return [*lines, *_more(len(report.relations), shown=SHOWN_INPUTS)]
 
 
 def _inputs(report: Report) -> list[str]:

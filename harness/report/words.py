@@ -16,13 +16,17 @@ from harness.report.model import (
     Headline,
     InputRow,
     KnownRow,
+    LyingMask,
     Pooled,
+    RelationRow,
     WorstRow,
 )
 
 NONE = "–"
 WORST_HEADERS = ("", "rel_l2", "×median", "max ulp", "b,h,i,c", "slope", "bias ulp")
 HAZARD_HEADERS = ("kind", "stage", "recipe", "seen/pred", "bits", "share")
+RELATION_HEADERS = ("against", "equal bits", "rel_l2", "max ulp", "recipe")
+LIE_HEADERS = ("case", "added in", "rows", "first (b,h,i)", "shown", "meant", "effective")
 INPUT_HEADERS = ("case", "[B, H, L, D]", "Var(q·k)/D", "max |s|", "top prob")
 SHORT_LEGEND = (
     "kernel error, then total error. F, E: some case failed or raised, and no deviation explains it · k: a listed"
@@ -32,6 +36,14 @@ SHORT_LEGEND = (
     "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
 )
 _LETTERS = {Status.FAIL.value: "F", Status.ERROR.value: "E", KNOWN: "k", Status.INCONCLUSIVE.value: "?"}
+RELATIONS_TOLD = (
+    "Pairs of runs that should give the same numbers: in how many cells their bits are equal, and the cell farthest"
+    " apart by ‖difference‖ / ‖output‖. An element near 0 has small ulps."
+)
+LIES_TOLD = (
+    "Rows whose bias hides by large finite numbers and leaves nothing else, once it is added to the scores in that"
+    " format. Keys shown by masks and −∞, keys not hidden by such a number, keys that weigh anything."
+)
 LEGEND = (
     "FAIL, ERROR: some case failed, and no deviation explains it · known: a listed deviation explains it",
     "! overflow, saturation, NaN, stagnation or lost probability was observed on the way"
@@ -181,6 +193,34 @@ def hazard(row: HazardRow) -> list[str]:
     bits = f"{room:+.1f}" if abs(room) < 100 or math.isinf(room) else f"{room:+.0f}"
     names = [row.kind.value, f"{clean(row.stage)} {clean(row.format)}", clean(row.recipe)]
     return [*names, f"{row.observed}/{row.predicted}", bits, f"{row.worst.share:.1%}"]
+
+
+def relation(row: RelationRow) -> list[str]:
+    """What stands under RELATION_HEADERS: the distance is that of the cell farthest apart."""
+    worst = row.worst
+    apart = (NONE, NONE, NONE)
+    if not worst.bits_equal:
+        apart = (figure(worst.rel_l2), number(worst.max_ulps), clean(row.recipe))
+    return [clean(row.name), f"{row.equal} of {row.cells}", *apart]
+
+
+def lie(row: LyingMask) -> list[str]:
+    """What stands under LIE_HEADERS. Counts of keys are those of the recorded rows."""
+    counts = [
+        f"{min(values)}" if min(values) == max(values) else f"{min(values)}–{max(values)}"
+        for values in (
+            [r.shown for r in row.rows],
+            [r.meant for r in row.rows],
+            [r.effective for r in row.rows],
+        )
+    ]
+    return [
+        clean(row.case),
+        clean(row.format),
+        f"{row.count} of {row.total}",
+        index(row.rows[0].where),
+        *counts,
+    ]
 
 
 def facts(row: InputRow) -> list[str]:
