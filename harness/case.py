@@ -51,7 +51,8 @@ class Case:
     `extras`: how `mask`, `bias`, `sinks` and `kv_lens` are drawn, for those it has (kinds in `harness.extras`).
     `layout`: one of LAYOUTS. `seeds`: run this many draws at most, where the cases are the sample. `relations`: also
     run what should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and
-    record how far apart they are. `source`: the file it comes from, set on loading; it takes no part in comparisons.
+    record how far apart they are (first draw alone). `source`: the file it comes from, set on loading; it takes no part
+    in comparisons.
 
     Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """
