@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from test_cache_sessions import CAUSAL, Whole, calls, near, whole, wholes
+from test_cache_sessions import CAUSAL, Whole, near, whole
 from torch import Tensor
 
 from harness import AttentionSpec, Shape, get, get_recipe, reference
@@ -51,25 +51,6 @@ def run(problem: Whole, splits: int, watch: Any = None) -> Any:
 
 
 # --- the whole ----------------------------------------------------------------------------------------------------
-
-
-@given(wholes(), st.integers(1, 20))
-@settings(max_examples=60)
-def test_any_number_of_splits_is_one_shot_attention(case: tuple[Whole, list[int]], splits: int) -> None:
-    problem, _ = case
-    result = run(problem, splits)
-    problem.hold(result.out, result.lse, blocks=splits + 1)
-
-
-@given(calls(), st.booleans(), st.integers(1, 14))
-@settings(max_examples=60)
-def test_every_call_can_run_in_splits(call: Any, causal: bool, splits: int) -> None:
-    qkv, spec, more, _, _ = call
-    spec = replace(spec, causal=causal)
-    truth = reference(*qkv, spec, **more)
-    result = SPLIT_KV.run(*qkv, spec, recipe="fp64", **more, splits=splits)
-    assert near(result.out, truth.out)
-    assert near(result.lse, truth.lse)
 
 
 @given(st.integers(0, 50), st.integers(0, 50), st.integers(1, 60))

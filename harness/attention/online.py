@@ -36,7 +36,8 @@ def _stream(ar: Arithmetic, p: Problem, rows: slice, block: int) -> tuple[Tensor
     sink = sink_logits(ar, p, rows)
     if sink is not None:  # a key with value 0 that comes first
         m = sink.expand_as(m)
-        l = (m > -math.inf).to(l.dtype)
+        # 1; 0 of −∞; NaN of +∞, as a key's score gives
+        l = torch.exp(m - m.masked_fill(m == -math.inf, 0.0))
 
     seen = key_range(p, rows)
     for start in range(seen.start, seen.stop, block):

@@ -44,9 +44,18 @@ def cli(ctx: click.Context) -> None:
 
 @cli.command(name="list", short_help="Show implementations, recipes and cases.")
 @click.argument("what", type=click.Choice(["all", "implementations", "recipes", "cases"]), default="all")
-def list_(what: str) -> None:
+@click.option("--options", is_flag=True, help="Show instead which implementation takes which option.")
+def list_(what: str, options: bool) -> None:
     """Show the implementations, recipes and cases there are."""
     from harness.report.text import table
+
+    if options:
+        if what not in ("all", "implementations"):
+            raise ValueError(f"--options was given with {what}; allowed: implementations, or nothing")
+        from harness.option_table import option_table, to_text
+
+        click.echo(to_text(option_table()), nl=False)
+        return
 
     if what in ("all", "implementations"):
         rows = [[e.name, "" if e.default else "by name", e.summary] for e in registry.table().values()]
