@@ -9,9 +9,10 @@ from functools import cache
 
 from harness.formats import get_format
 from harness.recipe import Recipe
+from harness.scaling import FP32_BYTES, MX_BLOCK, Scaling
 from harness.spec import AttentionSpec, Shape
 
-SCALE_BYTES = 4  # scales are FP32
+SCALE_BYTES = FP32_BYTES  # of every scale but an mx block's
 
 
 @cache
@@ -34,12 +35,26 @@ def attention_flops(shape: Shape, spec: AttentionSpec) -> int:
 
 def kv_bytes_per_token(shape: Shape, recipe: Recipe) -> float:
     """Bytes of K and V, codes and their scales, that one token of one layer holds; scales shared by the tokens of a
-    head or tensor are spread over kv_len."""
+    block, head or tensor are spread over kv_len. A short last block has a scale like any other."""
     total = 0.0
     for tensor, width in (("k", shape.head_dim), ("v", shape.E)):
         total += shape.Hkv * width * get_format(recipe.storage[tensor]).bytes
         scaling = recipe.scaling.get(tensor)
         if scaling is not None and scaling.source != "unit":
-            scales = {"tensor": 1 / max(shape.S, 1), "head": shape.Hkv / max(shape.S, 1), "token": shape.Hkv}
-            total += SCALE_BYTES * scales[scaling.granularity]
+            scales = _scales(scaling, tensor, shape, width)
+            total += scaling.scale_bytes * scales / max(shape.S, 1)
     return total
+
+
+def _scales(scaling: Scaling, tensor: str, shape: Shape, width: int) -> int:
+    """Scales that one sequence of a cached tensor has (one, or one a head, even of an empty one)."""
+    if scaling.granularity in ("tensor", "head"):
+        return 1 if scaling.granularity == "tensor" else shape.Hkv
+    rows, per_row = shape.S, 1
+    if scaling.granularity == "mx":
+        rows, per_row = (
+            (-(-shape.S // MX_BLOCK), width) if tensor == "v" else (shape.S, -(-width // MX_BLOCK))
+        )
+    elif scaling.granularity == "block":
+        rows = -(-shape.S // scaling.rows)
+    return shape.Hkv * rows * per_row

@@ -6,15 +6,16 @@ Observed in a run by `RangeLedger` (`harness.ledger`); here, what storing the in
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
-from harness.formats import FP32, FP64, get_format
+from harness.formats import FP32, FP64, FloatFormat, get_format
 from harness.ledger import NEAR_BITS, RESOLUTION_ULP, RangeLedger, beyond, coarse, headroom_bits
-from harness.quantize import Stored
+from harness.quantize import Stored, prepare, round_inputs
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind
+from harness.rotation import rotate
 from harness.truth import Ranges, Truth
 
 __all__ = [
@@ -27,31 +28,60 @@ def storage_hazards(
 ) -> Iterator[Hazard]:
     """What storing q, k and v did: saturated, overflowed, flushed to zero, blocks of zeros.
 
-    An infinity that became ±max counts as saturated. A flush is located by the largest value that became 0.
+    Seen against what was scaled: inputs after their rounding and rotation, in whose coordinates the places are. What
+    the rounding to the input format did before is told apart, under that format's name. An infinity that became ±max
+    counts as saturated. A flush is located by the largest value that became 0.
     """
     for name, x, kept in zip(TENSORS, exact, stored, strict=True):
-        fmt = get_format(recipe.storage[name])
-        scaled = x if kept.scale is None else x / kept.scale
-        size = scaled.abs()
-        finite = torch.where(torch.isfinite(size), size, 0.0)
-        peak = float(finite.max()) if size.numel() else 0.0
+        yield from _input_hazards(x.double(), name, recipe)
+        fmt, x = get_format(recipe.storage[name]), prepare(x, name, recipe)
+        size = (x if kept.scale is None else x / kept.scale).abs()
         hits = {
             HazardKind.OVERFLOW: torch.isfinite(x) & ~torch.isfinite(kept.codes),
             HazardKind.SATURATION: beyond(fmt, size) & torch.isfinite(kept.codes),
             HazardKind.FLUSH: (kept.codes == 0) & (x != 0),
         }
-        bits = headroom_bits(fmt, peak)
-        for kind, hit in hits.items():
-            if count := int(hit.sum()):
-                worst = hit & (size == size[hit].max())
-                where = tuple(int(n) for n in worst.nonzero()[0])
-                yield Hazard(kind, name, fmt.name, "observed", peak, bits, count, x.numel(), where)
+        yield from _hits(hits, name, fmt, size)
         if kept.zero_blocks:
-            assert kept.scale is not None
-            total = kept.scale.numel()
-            yield Hazard(
-                HazardKind.ZERO_AMAX, name, fmt.name, "observed", peak, bits, kept.zero_blocks, total
-            )
+            peak, zero = _peak(size), HazardKind.ZERO_AMAX
+            bits = headroom_bits(fmt, peak)
+            yield Hazard(zero, name, fmt.name, "observed", peak, bits, kept.zero_blocks, kept.blocks)
+
+
+def _input_hazards(x: torch.Tensor, name: str, recipe: Recipe) -> Iterator[Hazard]:
+    """What rounding to the input format did, before and after the rotation. The FP64 residue that a rotation leaves
+    where its sum cancels is no value lost, so flushes are those of the inputs themselves."""
+    if recipe.inputs is None:
+        return
+    fmt, rounded = get_format(recipe.inputs), round_inputs(x, recipe)
+    lost = {
+        HazardKind.OVERFLOW: torch.isfinite(x) & ~torch.isfinite(rounded),
+        HazardKind.SATURATION: beyond(fmt, x.abs()) & torch.isfinite(rounded),
+        HazardKind.FLUSH: (rounded == 0) & (x != 0),
+    }
+    yield from _hits(lost, name, fmt, x.abs())
+    if recipe.rotates(name):
+        turned = rotate(rounded)
+        again = torch.isfinite(turned) & ~torch.isfinite(round_inputs(turned, recipe))
+        yield from _hits({HazardKind.OVERFLOW: again}, name, fmt, turned.abs())
+
+
+def _peak(size: torch.Tensor) -> float:
+    """The largest finite magnitude."""
+    return float(torch.where(torch.isfinite(size), size, 0.0).max()) if size.numel() else 0.0
+
+
+def _hits(
+    hits: Mapping[HazardKind, torch.Tensor], name: str, fmt: FloatFormat, size: torch.Tensor
+) -> Iterator[Hazard]:
+    """A hazard for each kind that hit, placed where the largest magnitude was hit."""
+    peak = _peak(size)
+    for kind, hit in hits.items():
+        if count := int(hit.sum()):
+            worst = hit & (size == size[hit].max())
+            where = tuple(int(n) for n in worst.nonzero()[0])
+            bits = headroom_bits(fmt, peak)
+            yield Hazard(kind, name, fmt.name, "observed", peak, bits, count, size.numel(), where)
 
 
 def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterator[Hazard]:

@@ -196,7 +196,10 @@ def run_packed(
         if kv_lens is not None:
             own["kv_lens"] = kv_lens[i : i + 1]
         if scales is not None:
-            own["scales"] = tuple(_cut(s, at) for s, at in zip(scales, (rows, keys, keys), strict=True))
+            own["scales"] = tuple(
+                _cut(s, at, x.shape[2])
+                for s, at, x in zip(scales, (rows, keys, keys), (q, k, v), strict=True)
+            )
         pieces = (x[:, :, at].contiguous() for x, at in ((q, rows), (k, keys), (v, keys)))
         parts.append(run(*pieces, spec, **own, **extras))
     out = torch.cat([part.out for part in parts], 2)
@@ -225,9 +228,15 @@ def _own_extras(given: Extras, rows: slice, keys: slice) -> dict[str, Any]:
     return cut if given.sinks is None else {**cut, "sinks": given.sinks}
 
 
-def _cut(scale: Any, tokens: slice) -> Any:
-    per_token = isinstance(scale, Tensor) and scale.dim() >= 2 and scale.shape[-2] > 1
-    return scale[..., tokens, :] if per_token else scale
+def _cut(scale: Any, tokens: slice, total: int) -> Any:
+    """A scale's own tokens. One per block of tokens is refused: where sequences meet inside a block it is cut askew."""
+    if not isinstance(scale, Tensor) or scale.dim() < 2 or scale.shape[-2] == 1:
+        return scale
+    if scale.shape[-2] != total:
+        raise ValueError(
+            f"a scale has shape {tuple(scale.shape)}; allowed for packed tokens: one for all, or for each of {total}"
+        )
+    return scale[..., tokens, :]
 
 
 def _both(

@@ -7,22 +7,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from harness.formats import get_format
+from harness.formats import FP32, FloatFormat, get_format
 from harness.recipe import Recipe, Scaling
+from harness.rotation import rotate
 from harness.rounding import round_to
 
 _AXES = {"tensor": (0, 1, 2, 3), "head": (2, 3), "token": (3,)}
+E8M0_MIN, E8M0_MAX = 2.0**-127, 2.0**127  # OCP MX v1.0, section 5.4.1: no zero, no infinity
 
 
 @dataclass(frozen=True)
 class Stored:
-    """One tensor as a kernel finds it. `codes`: FP64 values of the storage format, `[B, H, L, D]`. `scale`: FP32
-    values held in FP64, broadcastable to `[B, H, L, 1]`, or None. `zero_blocks`: scale blocks without a finite
-    non-zero value; their scale is 1."""
+    """One tensor as a kernel finds it. `codes`: FP64 values of the storage format, `[B, H, L, D]`. `scale`: FP32 or
+    E8M0 values held in FP64, or None; `[B|1, H|1, L|1, 1]`, scales of row blocks repeated for each row, and
+    `[B|1, H|1, L, D]` for mx blocks, repeated for each value. `zero_blocks`: those of the `blocks` scale blocks without
+    a finite non-zero value; their scale is 1."""
 
     codes: Tensor
     scale: Tensor | None = None
     zero_blocks: int = 0
+    blocks: int = 0
 
     @property
     def values(self) -> Tensor:
@@ -30,71 +34,121 @@ class Stored:
         return self.codes if self.scale is None else self.codes * self.scale
 
 
+def round_inputs(x: Tensor, recipe: Recipe) -> Tensor:
+    """`x` (FP64) as the recipe's input format has it; NaN, ±Inf and what overflows as that format does by default."""
+    return x if recipe.inputs is None else round_to(x, recipe.inputs)
+
+
+def prepare(x: Tensor, name: str, recipe: Recipe) -> Tensor:
+    """What is scaled and stored of `x` `[B, H, L, D]`, in FP64: rounded to the input format, and q and k rotated and
+    rounded to it again where the recipe rotates. Non-finite values as in `round_inputs` and `rotate`."""
+    x = round_inputs(x.detach().double(), recipe)
+    return round_inputs(rotate(x), recipe) if recipe.rotates(name) else x
+
+
 def quantize(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None = None) -> Stored:
     """Store `x` (FP64 or FP32, `[B, H, L, D]`) as the recipe stores tensor `name` (q, k or v).
 
     NaN stays NaN; ±Inf and finite values beyond the format follow the recipe's overflow policy. An all-zero scale
-    block gives zeros with scale 1. `scale` is for recipes whose scales are given. Raises ValueError when it is
-    missing there, present elsewhere, not positive and finite, or does not broadcast.
+    block gives zeros with scale 1. q and k are stored rotated where the recipe rotates: attention over the stored
+    values is the same function of both. `scale` is for recipes whose scales are given; it scales what `prepare` gives.
+    Raises ValueError when it is missing there, present elsewhere, not positive and finite, no power of two where E8M0
+    holds it, or does not broadcast.
     """
     fmt, scaling = get_format(recipe.storage[name]), recipe.scaling.get(name)
-    x = x.detach().double()
-    divisor, zero_blocks = None, 0
+    x = prepare(x, name, recipe)
+    divisor, zero_blocks, blocks = None, 0, 0
     if scaling is None or scaling.source == "unit":
         _no_scale(scale, name, recipe)
     elif scale is not None:
-        divisor = check_scale(scale, x, name)
+        divisor = check_scale(scale, x, name, scaling)
+        blocks = divisor.numel()
     elif scaling.source == "given":
         raise ValueError(f"recipe {recipe.name} takes given scales; pass one for {name}")
     else:
-        divisor, zero_blocks = amax_scale(x, scaling, fmt.max)
+        block_scale, zero_blocks = amax_scale(x, scaling, fmt, name)
+        divisor, blocks = spread(block_scale, x, name, scaling), block_scale.numel()
     codes = round_to(x if divisor is None else x / divisor, fmt, recipe.policy(name))
-    return Stored(codes, divisor, zero_blocks)
+    return Stored(codes, divisor, zero_blocks, blocks)
 
 
-def amax_scale(x: Tensor, scaling: Scaling, top: float) -> tuple[Tensor, int]:
-    """amax / top per block as FP32 values in FP64, and the number of blocks with nothing to scale (scale 1).
+def amax_scale(x: Tensor, scaling: Scaling, fmt: FloatFormat, name: str) -> tuple[Tensor, int]:
+    """Scales of tensor `name` as FP64, one per block, and the number of blocks with nothing to scale (scale 1).
 
-    The amax is over finite values. Kernels hold scales in FP32, so they are rounded there; a power of two is rounded
-    up, so that nothing saturates. A scale below FP32's smallest normal is raised to it.
+    The amax is over finite values. FP32 holds the scale amax / max, rounded there; a power of two is rounded up, or by
+    OCP's rule 2^(⌊log2 amax⌋ − emax). A scale outside FP32's normal numbers, or E8M0's, becomes the nearest of them.
     """
     if x.numel() == 0:
         return x.new_ones([1, 1, 1, 1]), 0
-    amax = torch.where(torch.isfinite(x), x, 0.0).abs().amax(_AXES[scaling.granularity], keepdim=True)
+    amax = _block_amax(torch.where(torch.isfinite(x), x, 0.0).abs(), scaling, name)
     empty = amax == 0
-    scale = (amax / top).clamp(min=torch.finfo(torch.float32).tiny, max=torch.finfo(torch.float32).max)
-    if scaling.power_of_two:
-        mantissa = torch.frexp(scale)[0]  # in [½, 1); scale / mantissa is a power of two, so it is exact
-        scale = torch.where(mantissa == 0.5, scale, scale / mantissa).clamp(max=2.0**127)
+    low, high = (E8M0_MIN, E8M0_MAX) if scaling.granularity == "mx" else (FP32.min_normal, FP32.max)
+    if scaling.power_of_two == "floor":
+        # The mantissa lies in [½, 1): amax over it is 2^(⌊log2 amax⌋ + 1), exactly, and so is all that follows.
+        scale = amax / torch.frexp(amax)[0] * 0.5 * 2.0**-fmt.emax
     else:
-        scale = scale.float().double()
-    return scale.masked_fill(empty, 1.0), int(empty.sum())
+        scale = (amax / fmt.max).clamp(low, high)
+        mantissa = torch.frexp(scale)[0]
+        power = torch.where(mantissa == 0.5, scale, scale / mantissa)
+        scale = power if scaling.power_of_two else scale.float().double()
+    if scaling.power_of_two:
+        high = E8M0_MAX  # 2^127 is FP32's largest power of two as well
+    return scale.clamp(low, high).masked_fill(empty, 1.0), int(empty.sum())
 
 
-def check_scale(scale: Tensor | float, x: Tensor, name: str) -> Tensor:
-    """A given scale as FP32 values in FP64. Raises ValueError when it cannot scale `x`."""
+def _block_amax(size: Tensor, scaling: Scaling, name: str) -> Tensor:
+    """Largest of each block, `[B, H, L, D]` with every axis as many as it has blocks."""
+    cut = scaling.block_of(name)
+    if cut is None:
+        return size.amax(_AXES[scaling.granularity], keepdim=True)
+    axis, n = cut
+    if axis == 2 and scaling.granularity == "block":
+        size = size.amax(3, keepdim=True)
+    return torch.cat([part.amax(axis, keepdim=True) for part in torch.split(size, n, axis)], axis)
+
+
+def spread(scale: Tensor, x: Tensor, name: str, scaling: Scaling) -> Tensor:
+    """A scale per block, as it comes with each row of `x`, or with each value where blocks are mx."""
+    cut = scaling.block_of(name)
+    if cut is None or scale.numel() == 1:
+        return scale
+    axis, n = cut
+    if scale.shape[axis] not in (1, x.shape[axis]):
+        scale = scale.repeat_interleave(n, axis).narrow(axis, 0, x.shape[axis])
+    return scale.expand(*scale.shape[:2], *x.shape[2:]) if scaling.granularity == "mx" else scale
+
+
+def check_scale(scale: Tensor | float, x: Tensor, name: str, scaling: Scaling) -> Tensor:
+    """A given scale as FP64, spread over `x`. Raises ValueError when it cannot scale `x`.
+
+    Besides one per block it may come one per row (or value, where blocks are mx), which need not agree within a block.
+    """
     scale = torch.as_tensor(scale, device=x.device).detach().float().double()
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(
             f"the scale of {name} is not positive and finite; allowed: numbers > 0 that FP32 holds"
         )
+    mx = scaling.granularity == "mx"
+    if mx and not bool(((torch.frexp(scale)[0] == 0.5) & (scale >= E8M0_MIN)).all()):
+        raise ValueError(f"the scale of {name} is no E8M0 number; allowed: powers of two, 2^-127 to 2^127")
     if scale.dim() < 4:
         scale = scale[(None,) * (4 - scale.dim())] if scale.dim() else scale.view(1, 1, 1, 1)
-    allowed = [(1, have) for have in x.shape[:3]] + [(1,)]
-    if scale.dim() != 4 or any(size not in ok for size, ok in zip(scale.shape, allowed, strict=True)):
+    wanted = [[size] for size in (*x.shape[:3], x.shape[3] if mx else 1)]
+    if cut := scaling.block_of(name):
+        wanted[cut[0]].append(-(-x.shape[cut[0]] // cut[1]))
+    if scale.dim() != 4 or any(n != 1 and n not in ok for n, ok in zip(scale.shape, wanted, strict=True)):
+        axes = ["B", "H", "L", "D" if mx else "1"]
+        if cut:
+            axes[cut[0]] += f" or ⌈{axes[cut[0]]}/{cut[1]}⌉"
         raise ValueError(
-            f"the scale of {name} has shape {tuple(scale.shape)}; allowed: [B, H, L, 1] of {tuple(x.shape)}, any axis 1"
+            f"the scale of {name} has shape {tuple(scale.shape)};"
+            f" allowed: [{', '.join(axes)}] of {tuple(x.shape)}, any axis 1"
         )
-    return scale
-
-
-def _no_scale(scale: Tensor | float | None, name: str, recipe: Recipe) -> None:
-    if scale is not None:
-        raise ValueError(f"a scale for {name} was given; recipe {recipe.name} takes none: leave it out")
+    return spread(scale, x, name, scaling)
 
 
 def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) -> Stored:
-    """Take `x` as stored values (codes times scales) and find the codes.
+    """Take `x` as stored values (codes times scales, rotated where the recipe rotates) and find the codes.
 
     NaN is accepted, ±Inf where the format has it. An FP32 `x` may be code·scale rounded to FP32. Raises ValueError
     for a value that the storage format cannot hold, and for a scale where the recipe has none.
@@ -104,7 +158,7 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
     if scaling is None or scaling.source == "unit":
         _no_scale(scale, name, recipe)
     elif scale is not None:
-        divisor = check_scale(scale, x, name)
+        divisor = check_scale(scale, x, name, scaling)
     x = x.detach()
     exact = x.double()
     codes = round_to(
@@ -114,13 +168,14 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
     wrong = ~((back == x) | (torch.isnan(back) & torch.isnan(x)))
     if bool(wrong.any()):
         at = tuple(int(n) for n in wrong.nonzero()[0])
-        hint = (
-            " with scale " + format(float(divisor.expand(*x.shape[:3], 1)[*at[:3], 0]), ".9g")
-            if divisor is not None
-            else ""
-        )
+        hint = "" if divisor is None else f" with scale {float(divisor.expand(x.shape)[at]):.9g}"
         raise ValueError(
             f"{name}[{', '.join(map(str, at))}] = {float(x[at])!r} is no value of {fmt.name}{hint};"
             f" allowed: stored values, with scales= where the recipe scales, or quantize=True to round first"
         )
-    return Stored(codes, divisor)
+    return Stored(codes, divisor, 0, 0 if divisor is None else divisor.numel())
+
+
+def _no_scale(scale: Tensor | float | None, name: str, recipe: Recipe) -> None:
+    if scale is not None:
+        raise ValueError(f"a scale for {name} was given; recipe {recipe.name} takes none: leave it out")

@@ -523,7 +523,7 @@ def test_scales_come_with_every_token_or_with_none() -> None:
     with pytest.raises(ValueError, match="scales of v are missing for earlier tokens"):
         bare.step(one, one, one, (None, None, scale))
     with pytest.raises(
-        ValueError, match=r"the scale of q is \(1, 2, 3, 1\); allowed: \[1\|1, 2\|1, 1, 1\], one per token"
+        ValueError, match=r"the scale of q is \(1, 2, 3, 1\); allowed: \[1\|1, 2\|1, 1, 1\|4\], one per token"
     ):
         bare.step(one, one, one, (torch.ones(1, 2, 3, 1), None, None))
     with pytest.raises(

@@ -81,6 +81,27 @@ def test_scales_of_the_cache_are_counted(granularity: str, scales: float) -> Non
     assert kv_bytes_per_token(shape, recipe) == 2 * 2 * 64 + scales
 
 
+@pytest.mark.parametrize(
+    (
+        "scaling",
+        "scales",
+    ),  # bytes of K's and V's scales in one sequence of 40 keys, 2 kv heads, D = 80, E = 48
+    [
+        (Scaling("block", rows=16), 2 * 2 * 3 * 4),
+        (Scaling("block"), 2 * 2 * 1 * 4),
+        (Scaling("mx", "amax", True), 2 * 40 * 3 + 2 * 48 * 2),
+        (Scaling("mx", "given", "floor"), 2 * 40 * 3 + 2 * 48 * 2),
+    ],
+)
+def test_scales_of_blocks_are_counted_with_short_ones_and_in_their_own_bytes(
+    scaling: Scaling, scales: int
+) -> None:
+    fp8 = dict.fromkeys("qkv", "fp8_e4m3")
+    recipe = Recipe("mine", storage=fp8, scaling=dict.fromkeys("kv", scaling))
+    shape = Shape(heads=8, kv_heads=2, q_len=1, kv_len=40, head_dim=80, value_dim=48)
+    assert kv_bytes_per_token(shape, recipe) == pytest.approx(2 * (80 + 48) + scales / 40, rel=2.0**-50)
+
+
 def test_scales_of_q_and_unit_scales_cost_the_cache_nothing() -> None:
     recipe = Recipe(
         "mine",

@@ -17,6 +17,7 @@ from harness import cell, pipeline, registry
 from harness.attention.algorithm import Algorithm, Result
 from harness.case import Case, Draw
 from harness.journal import workers
+from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status, to_json
 from harness.spec import AttentionSpec, Shape
 
@@ -109,11 +110,11 @@ def test_fixed_draws_run_one_seed_and_the_others_all() -> None:
     assert [(u.case.name, u.seed) for u in units] == [("fixed", 0), *(("full", s) for s in range(4))]
 
 
-def test_defaults_are_the_default_implementations_and_every_recipe_but_fp64() -> None:
+def test_defaults_are_the_default_implementations_and_the_default_recipes() -> None:
     (unit,) = pipeline.plan([FIXED])
     by_name = {"chunked_decode", "paged_decode", "split_kv"}
     assert set(harness.implementations()) - by_name == set(unit.implementations)
-    assert {r.name for r in unit.recipes} == set(harness.recipes()) - {"fp64"}
+    assert {r.name for r in unit.recipes} == set(DEFAULT_RECIPES)
     assert unit.cells == len(unit.keys) == len(unit.implementations) * len(unit.recipes)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
@@ -14,7 +15,7 @@ import torch
 from harness import Recipe, Scaling, get_recipe, recipes
 from harness.formats import FORMATS
 from harness.quantize import quantize
-from harness.recipe import GRANULARITIES, RECIPES, SOURCES, STAGES, TENSORS, load_recipe
+from harness.recipe import DEFAULT_RECIPES, GRANULARITIES, RECIPES, SOURCES, STAGES, TENSORS, load_recipe
 
 HEAD_AMAX = Scaling("head", "amax")
 # name → (base, storage of q, k, v, stages rounded, scaled tensors, P's factor, when P is normalised)
@@ -33,6 +34,9 @@ DEFINITIONS: dict[str, tuple[Any, ...]] = {
         "fp32", ("bf16", "fp8_e4m3", "fp8_e4m3"), {"probs": "bf16", "out": "bf16"},
         {"k": HEAD_AMAX, "v": HEAD_AMAX}, 1.0, "late",
     ),
+    "fp8_e4m3_block": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
+    "fp8_e4m3_hadamard": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
+    "mxfp8": (*FP8, dict.fromkeys(TENSORS, Scaling("mx", "amax", True)), 256.0, "late"),
 }  # fmt: skip
 
 
@@ -47,6 +51,8 @@ def test_a_built_in_recipe_is_what_its_definition_says(name: str) -> None:
     assert (r.base, storage, dict(r.at), dict(r.scaling), r.p_scale, r.normalise) == DEFINITIONS[name]
     assert r.name == name
     assert r.row_sum == "before"
+    assert r.inputs is None
+    assert r.rotate == ("hadamard" if name == "fp8_e4m3_hadamard" else None)
     # FP32 accumulation and statistics: whatever is not named stays in the base.
     for stage in STAGES:
         assert r.format_of(stage) == r.at.get(stage, r.base)
@@ -62,6 +68,23 @@ def test_overflow_follows_the_format_except_in_the_clamped_recipe(name: str) -> 
         assert r.policy(place) == ("saturate" if clamped else default), place
 
 
+def test_a_default_run_takes_the_recipes_with_coarse_scales_and_no_second_truth() -> None:
+    assert DEFAULT_RECIPES == (
+        "fp32", "bf16", "fp16", "fp8_e4m3", "bf16_eager", "fp16_eager", "fp16_eager_clamped", "fp8_e4m3_unscaled",
+        "fp8_kv",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("base", "bits"), [("fp32", 126), ("fp64", 1022)])
+def test_p_scale_reaches_as_far_as_the_base_holds_it_and_its_inverse(base: str, bits: int) -> None:
+    for edge, beyond in ((2.0**bits, math.inf), (2.0**-bits, 0.0)):
+        assert Recipe("x", base=base, p_scale=edge).p_scale == edge
+        with pytest.raises(
+            ValueError, match=rf"allowed: a finite number > 0, 2\^-{bits} to 2\^{bits}, which"
+        ):
+            Recipe("x", base=base, p_scale=math.nextafter(edge, beyond))
+
+
 def test_the_peak_of_p_times_its_factor_fits_e4m3_and_the_next_power_of_two_does_not() -> None:
     assert get_recipe("fp8_e4m3").p_scale <= FORMATS["fp8_e4m3"].max < 2 * get_recipe("fp8_e4m3").p_scale
 
@@ -69,6 +92,19 @@ def test_the_peak_of_p_times_its_factor_fits_e4m3_and_the_next_power_of_two_does
 WRONG: list[tuple[dict[str, Any], str]] = [
     ({"name": ""}, "recipe name is ''; allowed: a non-empty string"),
     ({"name": 3}, "recipe name is 3; allowed"),
+    ({"name": "a b"}, "recipe name is 'a b'; allowed: a non-empty string of letters, digits and - _ . "),
+    ({"name": "../x"}, "recipe name is '../x'; allowed"),
+    ({"name": "bf16,fp16"}, "recipe name is 'bf16,fp16'; allowed"),
+    (
+        {"p_scale": 1e300},
+        r"p_scale is 1e\+300; allowed: a finite number > 0, 2\^-126 to 2\^126, which fp32 holds",
+    ),
+    ({"p_scale": 10**400}, "allowed: a finite number > 0"),
+    ({"inputs": "fp12"}, "format of inputs is 'fp12'; allowed: fp64, fp32"),
+    ({"inputs": 16}, "format of inputs is 16; allowed: fp64, fp32"),
+    ({"inputs": "fp64"}, "fp64 holds more than the base fp32; allowed"),
+    ({"rotate": "q"}, "rotate is 'q'; allowed: hadamard, or None; q and k are rotated together"),
+    ({"rotate": ("q", "k")}, "allowed: hadamard, or None"),
     ({"base": "bf16"}, "base is 'bf16'; allowed: fp32, fp64"),
     ({"base": ["fp32"]}, "allowed: fp32, fp64"),
     ({"row_sum": "never"}, "row_sum is 'never'; allowed: before, after"),
@@ -108,7 +144,16 @@ def test_a_wrong_field_is_refused_in_one_line_that_lists_the_allowed(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"granularity": "block"}, "granularity is 'block'; allowed: tensor, head, token"),
+        ({"granularity": "row"}, "granularity is 'row'; allowed: tensor, head, token, block, mx"),
+        (
+            {"granularity": "mx"},
+            "power_of_two is False for mx, whose scales are E8M0; allowed: True, 'floor'",
+        ),
+        ({"granularity": "block", "rows": 0}, "rows is 0; allowed: an integer ≥ 1"),
+        ({"granularity": "block", "rows": True}, "rows is True; allowed: an integer ≥ 1"),
+        ({"granularity": "block", "rows": 1.5}, "rows is 1.5; allowed: an integer ≥ 1"),
+        ({"granularity": "head", "rows": 64}, "rows is 64 for granularity head; allowed: with block alone"),
+        ({"power_of_two": 1}, "power_of_two is 1; allowed: True, False"),
         ({"source": "max"}, "scale source is 'max'; allowed: amax, given, unit"),
         ({"power_of_two": "yes"}, "power_of_two is 'yes'; allowed: True, False"),
     ],
@@ -154,6 +199,7 @@ def test_digests_differ_wherever_recipes_compute_different_things() -> None:
     assert third.digest != replace(third, p_scale=0.333333).digest
     for change in (
         {"row_sum": "after"}, {"normalise": "early"}, {"overflow": {"probs": "saturate"}}, {"at": {"out": "bf16"}},
+        {"inputs": "fp16"}, {"rotate": "hadamard"}, {"scaling": {"k": Scaling(power_of_two="floor")}},
         {"scaling": {"k": Scaling()}}, {"scaling": {"k": Scaling(power_of_two=True)}}, {"storage": {"q": "bf16"}},
     ):  # fmt: skip
         assert replace(get_recipe("bf16"), **{"scaling": {}, **change}).digest != get_recipe("bf16").digest, (
@@ -164,7 +210,9 @@ def test_digests_differ_wherever_recipes_compute_different_things() -> None:
 def test_recipes_share_a_truth_exactly_when_they_store_equal_inputs() -> None:
     """Values as a kernel finds them, over inputs that saturate, flush, and tell every scaling apart."""
     g = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 3, 5, 8, generator=g, dtype=torch.float64) * 3
+    x = (
+        torch.randn(2, 3, 130, 40, generator=g, dtype=torch.float64) * 3
+    )  # a block more, and a short one, of each kind
     x[0, 0, 0, :2] = torch.tensor([1e5, 1e-9], dtype=torch.float64)
     power = dict.fromkeys(TENSORS, Scaling("head", "amax", power_of_two=True))
     more = [
@@ -173,6 +221,16 @@ def test_recipes_share_a_truth_exactly_when_they_store_equal_inputs() -> None:
         Recipe("nan", storage=RECIPES["fp8_e4m3"].storage, overflow={"q": "nan"}),
         replace(RECIPES["fp8_e4m3"], name="power", scaling=power),
         replace(RECIPES["fp8_e4m3"], name="token", scaling=dict.fromkeys(TENSORS, Scaling("token"))),
+        replace(RECIPES["fp8_e4m3"], name="rotated", rotate="hadamard"),
+        replace(RECIPES["fp8_e4m3"], name="from-e5m2", inputs="fp8_e5m2"),
+        replace(
+            RECIPES["fp8_e4m3"],
+            name="blocks-of-two",
+            scaling=dict.fromkeys(TENSORS, Scaling("block", rows=2)),
+        ),
+        replace(
+            RECIPES["mxfp8"], name="floor", scaling=dict.fromkeys(TENSORS, Scaling("mx", "amax", "floor"))
+        ),
         Recipe("clamped", storage=RECIPES["fp16"].storage, overflow={"v": "saturate"}),
     ]
     every = [*RECIPES.values(), *more]
@@ -191,19 +249,24 @@ def test_recipes_share_a_truth_exactly_when_they_store_equal_inputs() -> None:
 def as_toml(r: Recipe) -> str:
     lines = [f'name = "{r.name}"', f'base = "{r.base}"', f"p_scale = {r.p_scale!r}"]
     lines += [f'row_sum = "{r.row_sum}"', f'normalise = "{r.normalise}"']
+    lines += [f'{n} = "{x}"' for n, x in (("inputs", r.inputs), ("rotate", r.rotate)) if x is not None]
     for table in ("storage", "at", "overflow"):
         lines += [f"[{table}]", *(f'{k} = "{v}"' for k, v in getattr(r, table).items())]
     for tensor, s in r.scaling.items():
-        power = str(s.power_of_two).lower()
+        power = repr(s.power_of_two).lower()
         lines += [f"[scaling.{tensor}]", f'granularity = "{s.granularity}"', f'source = "{s.source}"']
-        lines += [f"power_of_two = {power}"]
+        lines += [f"power_of_two = {power}", f"rows = {s.rows}"]
     return "\n".join(lines)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_file_gives_the_recipe_back(name: str, tmp_path: Path) -> None:
-    (tmp_path / "file.toml").write_text(as_toml(RECIPES[name]), encoding="utf-8")
-    assert load_recipe(tmp_path / "file.toml") == RECIPES[name]
+MX_FLOOR = {"k": Scaling("mx", "given", "floor"), "v": Scaling("block", rows=7)}
+EVERY_FIELD = Recipe("every", storage={"k": "fp8_e5m2"}, scaling=MX_FLOOR, inputs="fp16", rotate="hadamard")
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), EVERY_FIELD], ids=lambda r: r.name)
+def test_a_recipe_file_gives_the_recipe_back(recipe: Recipe, tmp_path: Path) -> None:
+    (tmp_path / "file.toml").write_text(as_toml(recipe), encoding="utf-8")
+    assert load_recipe(tmp_path / "file.toml") == recipe
 
 
 def test_a_recipe_without_a_name_takes_its_files(tmp_path: Path) -> None:
@@ -248,5 +311,5 @@ def test_an_absent_or_binary_recipe_file_is_refused_with_its_path(tmp_path: Path
 
 
 def test_the_allowed_words_are_the_ones_documented() -> None:
-    assert GRANULARITIES == ("tensor", "head", "token")
+    assert GRANULARITIES == ("tensor", "head", "token", "block", "mx")
     assert SOURCES == ("amax", "given", "unit")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from harness._frozen import FrozenMap
 from harness.arithmetic import DTYPES, Arithmetic, Watcher
-from harness.attention.rows import Problem
+from harness.attention.rows import Problem, descaled
 from harness.operands import NO_EXTRAS, Extras, check
 from harness.quantize import Stored, admit, quantize
 from harness.recipe import TENSORS, Recipe, get_recipe
+from harness.scaling import MX_BLOCK
 from harness.spec import AttentionSpec, Shape
 
 
@@ -30,12 +31,14 @@ class Result:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm written over `Arithmetic`. `options` are the body's parameters and their defaults."""
+    """One algorithm written over `Arithmetic`. `options` are the body's parameters and their defaults.
+    `appends_scales`: scales arrive with their tokens, so none of V may span several."""
 
     name: str
     body: Callable[..., tuple[Tensor, Tensor]]
     causal_only: bool = False
     subtracts_max: bool = True
+    appends_scales: bool = False
     options: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -45,9 +48,14 @@ class Algorithm:
         self, spec: AttentionSpec, shape: Shape, recipe: str | Recipe, extras: tuple[str, ...] = ()
     ) -> tuple[str, ...]:
         """Why this algorithm cannot do the case; empty when it can."""
-        get_recipe(recipe)
+        scaling = get_recipe(recipe).scaling.get("v")
         if self.causal_only and not spec.causal:
             return (f"{self.name} computes causal attention alone; the case is not causal",)
+        if self.appends_scales and scaling and scaling.granularity == "mx" and scaling.source != "unit":
+            return (
+                f"{self.name} takes scales with their tokens; an mx scale of v spans {MX_BLOCK} keys and is not known"
+                " before the last of them",
+            )
         return ()
 
     def run(
@@ -115,8 +123,11 @@ def _problem(
     (b, h, length, d), (_, hk, s, e) = q.codes.shape, v.codes.shape
     # Contiguous: the last bits of a GEMM depend on its operands' strides.
     q_codes, k_codes, v_codes = (x.codes.to(dtype).contiguous() for x in stored)
-    return Problem(
+    p = Problem(
         Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e), spec, extras,
         q_codes, k_codes, v_codes, q.scale, k.scale, v.scale,
         v_finite=bool(torch.isfinite(v.codes).all()),
     )  # fmt: skip
+    if p.v_finite and p.v_scale is not None and p.scales_each_value:  # finite codes may leave the base format
+        p = replace(p, v_finite=bool(torch.isfinite(descaled(p.v, p.v_scale, dtype)).all()))
+    return p

@@ -18,7 +18,8 @@ from harness.spec import AttentionSpec, Shape
 
 @dataclass(frozen=True)
 class Problem:
-    """One call in the base dtype. `q`, `k`, `v` are codes; a scale is `[B|1, H|1, L|1, 1]` or None.
+    """One call in the base dtype. `q`, `k`, `v` are codes; a scale is `[B|1, H|1, L|1, 1]`, `[B|1, H|1, L, D]` where
+    it differs within a row, or None.
 
     `shape` keeps the full lengths, against which rows and keys are aligned, even when `k` and `v` are a cache that
     is still filling.
@@ -38,7 +39,7 @@ class Problem:
     @property
     def scales_each_value(self) -> bool:
         """Whether v has a scale per token, which cannot wait until the sum over keys is done."""
-        return self.v_scale is not None and self.v_scale.shape[2] > 1
+        return self.v_scale is not None and (self.v_scale.shape[2] > 1 or _within_row(self.v_scale))
 
     def fold(self, x: Tensor) -> Tensor:
         """`[B|1, H|1, rows, n]` → `[B|1, Hkv|1, G·rows, n]`."""
@@ -50,6 +51,18 @@ class Problem:
     def unfold(self, x: Tensor) -> Tensor:
         """`[B, Hkv, G·rows, n]` → `[B, H, rows, n]`."""
         return x.reshape(x.shape[0], self.shape.heads, x.shape[2] // self.shape.group, x.shape[3])
+
+
+def _within_row(scale: Tensor | None) -> bool:
+    """Whether a scale differs within a row: of q and k, along the axis that q·k sums over."""
+    return scale is not None and scale.shape[3] > 1
+
+
+def descaled(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """code · scale, rounded to the base format once. Of a power of two this is exact, FP32's subnormals included (E4M3
+    times 2^-127 ends at 2^-136), up to its max: beyond that the value is ±Inf in FP32, as it is to a kernel that
+    descales there."""
+    return (codes.double() * scale).to(dtype)
 
 
 def key_range(p: Problem, rows: slice) -> slice:
@@ -108,7 +121,12 @@ def scores(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor:
     The −∞ is selected, not added: added, it would turn a NaN or an overflowed +∞ at a hidden place into a visible NaN.
     """
     ar.block = Block(rows.start, rows.stop - rows.start, keys.start)
-    s = ar.matmul(p.fold(p.q[:, :, rows]), p.k[:, :, keys].mT, "scores_raw")
+    q, k = p.q[:, :, rows], p.k[:, :, keys]
+    if p.q_scale is not None and _within_row(p.q_scale):  # inside the sum over channels: descaled on load
+        q = descaled(q, _part(p.q_scale, rows), ar.dtype)
+    if p.k_scale is not None and _within_row(p.k_scale):
+        k = descaled(k, _part(p.k_scale, keys), ar.dtype)
+    s = ar.matmul(p.fold(q), k.mT, "scores_raw")
     s = ar.mul(s, _score_factor(ar, p, rows, keys), "scores")
     if p.spec.softcap is not None:
         s = ar.div(s, p.spec.softcap, "scores")
@@ -121,15 +139,18 @@ def scores(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor:
 
 
 def _score_factor(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor | float:
-    """scale, times the scales of q and k where the codes have them: kernels descale with the softmax scale."""
+    """scale, times the scales of q and k that a row has one of: kernels descale with the softmax scale."""
     factor: Tensor | float = p.spec.scale_for(p.shape.head_dim)
-    if p.q_scale is not None:
-        scale = p.q_scale[:, :, rows] if p.q_scale.shape[2] > 1 else p.q_scale
+    if p.q_scale is not None and not _within_row(p.q_scale):
+        scale = _part(p.q_scale, rows)
         factor = factor * p.fold(scale.expand(-1, -1, rows.stop - rows.start, -1)).to(ar.dtype)
-    if p.k_scale is not None:
-        scale = p.k_scale[:, :, keys] if p.k_scale.shape[2] > 1 else p.k_scale
-        factor = factor * scale.mT.to(ar.dtype)
+    if p.k_scale is not None and not _within_row(p.k_scale):
+        factor = factor * _part(p.k_scale, keys).mT.to(ar.dtype)
     return factor
+
+
+def _part(scale: Tensor, tokens: slice) -> Tensor:
+    return scale[:, :, tokens] if scale.shape[2] > 1 else scale
 
 
 def sink_logits(ar: Arithmetic, p: Problem, rows: slice) -> Tensor | None:
@@ -146,7 +167,7 @@ def probs_times_v(ar: Arithmetic, p: Problem, w: Tensor, s: Tensor, keys: slice,
     v = p.v[:, :, keys]
     if p.scales_each_value:  # inside the sum over keys: V is descaled on load, in the base format
         assert p.v_scale is not None
-        v = (v.double() * p.v_scale[:, :, keys]).to(ar.dtype)
+        v = descaled(v, _part(p.v_scale, keys), ar.dtype)
     if p.v_finite:
         return ar.matmul(w, v, stage)
     seen = (s != -math.inf).to(w.dtype)

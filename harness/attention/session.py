@@ -24,6 +24,7 @@ from harness.attention.rows import Problem, key_range
 from harness.attention.sliding import SlidingCache
 from harness.operands import Extras, slice_rows_keys
 from harness.recipe import Recipe, get_recipe
+from harness.scaling import E8M0_BYTES, FP32_BYTES, MX_BLOCK
 from harness.spec import AttentionSpec, Shape
 
 KINDS = ("contiguous", "paged", "sliding")
@@ -115,8 +116,11 @@ class Session:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the codes held, and of their scales per token in FP32."""
-        return self.cache.nbytes + sum(4 * x.numel() for x in self._by_token.values())
+        """Bytes of the codes held, and of the scales that came with them: FP32, E8M0 where blocks are mx."""
+        total = self.cache.nbytes
+        for x in self._by_token.values():  # an mx scale is repeated for each value of its block
+            total += x[..., ::MX_BLOCK].numel() * (E8M0_BYTES if x.shape[3] > 1 else FP32_BYTES)
+        return total
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, scales: Scales = NO_SCALES) -> tuple[Tensor, Tensor]:
         """Append n ≥ 0 tokens, then attend with their queries.
@@ -149,7 +153,7 @@ class Session:
         for name, scale in (("k", k_scale), ("v", v_scale)):
             self._check_scale(name, scale, n)
             if scale is not None and n:
-                new = scale.double().expand(self.shape.batch, self.shape.Hkv, n, 1)
+                new = scale.double().expand(self.shape.batch, self.shape.Hkv, -1, -1)
                 grown[name] = torch.cat([grown[name], new], 2) if name in grown else new
         with torch.no_grad():
             self.cache.append(k, v)
@@ -208,12 +212,16 @@ class Session:
     def _check_scale(self, name: str, scale: Tensor | None, n: int) -> None:
         if scale is not None:
             heads = self.shape.heads if name == "q" else self.shape.Hkv
-            fits = scale.dim() == 4 and all(
-                a in b
-                for a, b in zip(scale.shape, ((1, self.shape.batch), (1, heads), (n,), (1,)), strict=True)
-            )
-            if not fits:
-                allowed = f"[{self.shape.batch}|1, {heads}|1, {n}, 1], one per token"
+            # An mx block of q or k lies within a token, one of v spans several.
+            widths = (1,) if name == "v" else (1, self.shape.head_dim)
+            if name in self._by_token:
+                widths = (self._by_token[name].shape[3],)
+            sizes = ((1, self.shape.batch), (1, heads), (n,), widths)
+            if scale.dim() != 4 or any(a not in b for a, b in zip(scale.shape, sizes, strict=True)):
+                last = "|".join(map(str, widths))
+                allowed = f"[{self.shape.batch}|1, {heads}|1, {n}, {last}], one per token"
+                if name == "v":
+                    allowed += "; a scale of several keys is not known before the last of them"
                 raise ValueError(f"the scale of {name} is {tuple(scale.shape)}; allowed: {allowed}")
             if self._fixed[name] is not None:
                 raise ValueError(f"{name} has a scale for all tokens already; allowed: none with the tokens")
@@ -243,7 +251,7 @@ def run_session(
     by_token = {
         n: s
         for n, s in (("q", p.q_scale), ("k", p.k_scale), ("v", p.v_scale))
-        if s is not None and s.shape[2] > 1
+        if s is not None and max(s.shape[2:]) > 1
     }
     fixed = tuple(
         None if n in by_token else s for n, s in zip("qkv", (p.q_scale, p.k_scale, p.v_scale), strict=True)
@@ -302,7 +310,13 @@ def paged_decode(ar: Arithmetic, p: Problem, chunk: int = 16, block_size: int = 
     return run_session(ar, p, chunk, "paged", block_size=block_size)
 
 
-CHUNKED_DECODE = Algorithm("chunked_decode", chunked_decode, causal_only=True, options={"chunk": 16})
+CHUNKED_DECODE = Algorithm(
+    "chunked_decode", chunked_decode, causal_only=True, appends_scales=True, options={"chunk": 16}
+)
 PAGED_DECODE = Algorithm(
-    "paged_decode", paged_decode, causal_only=True, options={"chunk": 16, "block_size": 16}
+    "paged_decode",
+    paged_decode,
+    causal_only=True,
+    appends_scales=True,
+    options={"chunk": 16, "block_size": 16},
 )
