@@ -22,6 +22,7 @@ _PUBLIC = {
     "recipes": "harness.recipe",
     "implementations": "harness.registry",
     "get": "harness.registry",
+    "judge": "harness.judging",
     "reference": "harness.truth",
     "round_to": "harness.rounding",
     "alibi_bias": "harness.options",

@@ -6,32 +6,29 @@ import datetime
 import hashlib
 import math
 import time
-import traceback
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
 from harness import registry
+from harness.attempt import Outcome, attempt
 from harness.case import Case
-from harness.compare import compare
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
+from harness.error_model import Expectation, Form, expectations, form_of
 from harness.formats import get_format
-from harness.hazards import RangeLedger, headroom_bits, predict, storage_hazards
+from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
+from harness.judging import Docket, Judgement, ideal_recipe
 from harness.layouts import lay_out
 from harness.lies import lying_rows
 from harness.machine import machine
 from harness.operands import Extras
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
-from harness.records import Errors, Hazard, HazardKind, MaskRow, Record, Relation, Status
-from harness.relations import relations
-from harness.spec import Shape
+from harness.records import Hazard, HazardKind, MaskRow, Record
 from harness.truth import Truth, reference
-
-BY_CLASSES = "NaN and ±Inf stand where the stored truth has them; error figures are shown, not yet judged"
 
 
 @dataclass(frozen=True)
@@ -79,6 +76,7 @@ class _Shared:
     truth: Truth
     truth_ms: float
     hazards: tuple[Hazard, ...]
+    expected: dict[tuple[str, Form], Expectation]
 
 
 @torch.inference_mode()  # thousands of small operations: their bookkeeping is most of their cost
@@ -95,22 +93,45 @@ def run_unit(unit: Unit) -> list[Record]:
     problem = _Problem(inputs, exact, extras, truth, ms)
     data = _facts(truth, unit.case)
     shared: dict[tuple[object, ...], _Shared] = {}
-    records = []
     for recipe in unit.recipes:
-        if recipe.storage_key not in shared:
-            shared[recipe.storage_key] = _share(unit.case, problem, recipe, device)
-        lies = _lies(unit.case, problem, shared[recipe.storage_key], recipe)
-        for name in unit.implementations:
-            records.append(_cell(unit, name, recipe, problem, shared[recipe.storage_key], lies, data))
-    return records
+        for needed in (recipe, ideal_recipe(recipe)):
+            if needed.storage_key not in shared:
+                shared[needed.storage_key] = _share(unit, problem, needed, device)
+    return [
+        record
+        for recipe in unit.recipes
+        for record in _cells(
+            unit, recipe, problem, shared[recipe.storage_key], shared[ideal_recipe(recipe).storage_key].truth, data
+        )
+    ]
 
 
-def _share(case: Case, problem: _Problem, recipe: Recipe, device: torch.device) -> _Shared:
+def _share(unit: Unit, problem: _Problem, recipe: Recipe, device: torch.device) -> _Shared:
+    case = unit.case
     q, k, v = (quantize(x, name, recipe) for x, name in zip(problem.exact, TENSORS, strict=True))
     truth, ms = _truth((q.values, k.values, v.values), case, problem.extras, device)
     hazards = tuple(storage_hazards(problem.exact, (q, k, v), recipe))
+    pairs = [
+        (r, form)
+        for r in unit.recipes
+        if r.storage_key == recipe.storage_key
+        for form in dict.fromkeys(_form(name) for name in unit.implementations)
+    ]
+    found = expectations(
+        truth, q.values, k.values, v.values, case.spec, pairs, **problem.extras.as_options(),
+        scales=(q.scale, k.scale, v.scale),
+    )  # fmt: skip
+    expected = {(r.name, form): e for (r, form), e in zip(pairs, found, strict=True)}
     q, k, v = (replace(x, codes=lay_out(x.codes, case.layout)) for x in (q, k, v))
-    return _Shared((q, k, v), truth, ms + problem.truth_ms, hazards)
+    return _Shared((q, k, v), truth, ms + problem.truth_ms, hazards, expected)
+
+
+def _form(name: str) -> Form:
+    """How an implementation arranges its sums. One that cannot be imported is an ERROR in its own cell."""
+    try:
+        return form_of(name, getattr(registry.get(name), "options", None))
+    except Exception:
+        return form_of(name)
 
 
 def _truth(
@@ -156,104 +177,68 @@ def _facts(truth: Truth, case: Case) -> dict[str, float]:
     }
 
 
-@dataclass(frozen=True)
-class _Outcome:
-    """What one implementation gave on one case."""
-
-    status: Status
-    reasons: tuple[str, ...]
-    result: Any = None
-    hazards: tuple[Hazard, ...] = ()
-    traceback: str = ""
-    run_ms: float = math.nan
-    relations: tuple[Relation, ...] = ()
-
-
-def _attempt(unit: Unit, name: str, recipe: Recipe, extras: Extras, shared: _Shared) -> _Outcome:
-    """Run one implementation. Whatever it raises becomes an ERROR with its traceback: it is under test."""
-    shape, spec, device = unit.case.shape, unit.case.spec, torch.device(unit.device)
-    ledger = RangeLedger(shape, recipe)
-    start = time.perf_counter()
-    try:
-        implementation = registry.get(name)
-        if refused := implementation.refusals(spec, shape, recipe, extras.given):
-            return _Outcome(Status.REFUSED, tuple(refused))
-        result = implementation.run_stored(shared.stored, spec, recipe, extras, watch=ledger)
-        synchronise(device)
-        run_ms = 1e3 * (time.perf_counter() - start)
-        if wrong := _misshapen(result, shape):
-            return _Outcome(Status.FAIL, wrong, run_ms=run_ms)
-        related: tuple[Relation, ...] = ()
-        if unit.case.relations and unit.seed == 0:  # what one draw shows, the others repeat
-            related = relations(name, result.out, shared.stored, spec, recipe, extras, shape)
-    except Exception as error:
-        return _Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
-    foreseen = predict(shared.truth, recipe, getattr(implementation, "subtracts_max", True))
-    hazards = (*shared.hazards, *foreseen, *ledger.hazards())
-    return _Outcome(Status.PASS, (), result, hazards, run_ms=run_ms, relations=related)
-
-
-def _misshapen(result: Any, shape: Shape) -> tuple[str, ...]:
-    """What is wrong with a result before any of its numbers is looked at."""
-    out = shape.tensor("out")
-    wanted = {"out": out, "lse": out[:3]}
-    wrong = []
-    for name, size in wanted.items():
-        x = getattr(result, name, None)
-        if x is None and name == "lse":  # not every kernel gives one
-            continue
-        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
-            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
-            wrong.append(f"{name} is {got}, but should be a floating-point tensor {size}")
-        elif tuple(x.shape) != size:
-            wrong.append(f"{name} is {tuple(x.shape)}, but should be {size}")
-    return tuple(wrong)
-
-
 def is_emulated(name: str, recipe: Recipe) -> bool:
     """Whether time says nothing about the formats: some are narrower than what the arithmetic runs in."""
     narrow = {*recipe.storage.values(), *recipe.at.values()} - {recipe.base}
     return registry.entry(name).emulated and bool(narrow)
 
 
-def _cell(
-    unit: Unit, name: str, recipe: Recipe, problem: _Problem, shared: _Shared,
-    lies: tuple[tuple[Hazard, ...], tuple[MaskRow, ...]], data: dict[str, float],
+def _cells(
+    unit: Unit, recipe: Recipe, problem: _Problem, shared: _Shared, ideal: Truth | None, data: dict[str, float]
+) -> Iterator[Record]:
+    """The records of all implementations under one recipe, judged together: they share twins and directions."""
+    case, device = unit.case, problem.exact[0].device
+    lies = _lies(case, problem, shared, recipe)
+    outcomes = {
+        name: attempt(case, unit.seed, device, name, recipe, shared.stored, problem.extras, shared.truth)
+        for name in unit.implementations
+    }
+    docket = Docket(
+        shared.stored, case.spec, problem.extras, recipe, problem.exact, shared.truth, problem.truth, ideal,
+        {form: e for (of, form), e in shared.expected.items() if of == recipe.name}, shared.hazards,
+    )  # fmt: skip
+    ran = {name: o.result for name, o in outcomes.items() if o.result is not None}
+    if docket.twins.first in ran:
+        docket.twins.add(ran[docket.twins.first].out)
+    forms = {name: _form(name) for name in ran}
+    verdicts = dict(zip(ran, docket.verdicts([r.out for r in ran.values()], list(forms.values())), strict=True))
+    for name, outcome in outcomes.items():
+        hazards = (*lies[0], *shared.hazards, *outcome.hazards)
+        judged = None
+        if name in ran:
+            judged = docket.judgement(
+                ran[name].out, verdicts[name], ran[name].lse, forms[name], hazards, precise=unit.seed == 0
+            )
+        yield _record(unit, name, recipe, problem, shared, replace(outcome, hazards=hazards), judged, lies[1], data)
+
+
+def _record(
+    unit: Unit, name: str, recipe: Recipe, problem: _Problem, shared: _Shared, outcome: Outcome,
+    judged: Judgement | None, rows: tuple[MaskRow, ...], data: dict[str, float],
 ) -> Record:  # fmt: skip
-    case, outcome = unit.case, _attempt(unit, name, recipe, problem.extras, shared)
-    errors = total = lse_errors = None
-    status, reasons, output_hash = outcome.status, outcome.reasons, ""
-    if outcome.result is not None:
-        out, lse = outcome.result.out, outcome.result.lse
-        errors = compare(out, shared.truth.out, recipe.out_format)
-        total = compare(out, problem.truth.out, recipe.out_format)
-        if lse is not None:
-            lse_errors = compare(lse[..., None], shared.truth.lse[..., None], recipe.base)
-        output_hash = hashlib.sha256(
-            out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        ).hexdigest()
-        status, reasons = judge_classes(errors)
+    case = unit.case
+    verdict = {} if judged is None else {
+        "errors": judged.errors, "total_errors": judged.total_errors, "lse_errors": judged.lse_errors,
+        "status": judged.status, "reasons": judged.reasons, "margins": judged.margins, "diagnosis": judged.diagnosis,
+        "precision": judged.precision, "precision_reasons": judged.precision_reasons, "floor": judged.floor,
+        "output_hash": _hash(outcome.result.out),
+    }  # fmt: skip
+    nothing = {
+        "errors": None, "total_errors": None, "lse_errors": None, "status": outcome.status, "reasons": outcome.reasons,
+        "output_hash": "",
+    }  # fmt: skip
     return Record(
         case=case.id, group=case.group, shape=str(case.shape), why=case.why, implementation=name,
-        recipe=recipe.name, recipe_digest=recipe.digest, seed=unit.seed, status=status, reasons=reasons,
-        errors=errors, total_errors=total, lse_errors=lse_errors, hazards=(*lies[0], *outcome.hazards),
+        recipe=recipe.name, recipe_digest=recipe.digest, seed=unit.seed, hazards=outcome.hazards,
         traceback=outcome.traceback, emulated=is_emulated(name, recipe),
         run_ms=outcome.run_ms, truth_ms=shared.truth_ms, flops=problem.flops,
         computed_flops=getattr(outcome.result, "flops", 0), kv_bytes_per_token=kv_bytes_per_token(case.shape, recipe),
-        data=data, inputs_hash=problem.inputs.hash, output_hash=output_hash, machine=machine(unit.device),
+        data=data, inputs_hash=problem.inputs.hash, machine=machine(unit.device),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        case_digest=case.digest, source=case.source, relations=outcome.relations, mask_rows=lies[1],
+        case_digest=case.digest, source=case.source, relations=outcome.relations, mask_rows=rows,
+        **(verdict or nothing),
     )  # fmt: skip
 
 
-def judge_classes(errors: Errors) -> tuple[Status, tuple[str, ...]]:
-    """PASS when NaN, +Inf and −Inf stand exactly where the stored truth has them, else FAIL with the counts."""
-    if not errors.class_mismatch:
-        return Status.PASS, (BY_CLASSES,)
-    counts = (
-        ("NaN", errors.nan_mismatch),
-        ("+Inf", errors.posinf_mismatch),
-        ("−Inf", errors.neginf_mismatch),
-    )
-    found = ", ".join(f"{n} {name}" for name, n in counts if n)
-    return Status.FAIL, (f"classes differ from the stored truth: {found}",)
+def _hash(out: torch.Tensor) -> str:
+    return hashlib.sha256(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -33,7 +33,7 @@ class Extras:
         """Names of the options in use."""
         return tuple(n for n in ("mask", "bias", "sinks", "kv_lens") if getattr(self, n) is not None)
 
-    def as_options(self) -> dict[str, Tensor | None]:
+    def as_options(self) -> dict[str, Any]:
         """As keyword arguments."""
         return {"mask": self.mask, "bias": self.bias, "sinks": self.sinks, "kv_lens": self.kv_lens}
 

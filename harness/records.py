@@ -173,6 +173,48 @@ class Relation:
 
 
 @dataclass(frozen=True)
+class Diagnosis:
+    """The fault that explains a failure best. `size` in its own unit: relative for one that comes in degrees, 1 for one
+    that is there or not. `explained`: the share of the error, weighed by what was expected, that it accounts for.
+    `statistic`: what it was found by. `rivals`: faults that explain as much."""
+
+    fault: str
+    what: str
+    size: float
+    statistic: float
+    explained: float
+    rivals: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.statistic:  # nothing was fitted: a hazard's words, or that no fault is known
+            return self.what
+        shown = f"{self.what}: size {self.size:+.3g}, explains {self.explained:.1%} of the error"
+        if self.rivals:
+            shown += f"; as well explained by: {', '.join(self.rivals)}"
+        return shown
+
+
+@dataclass(frozen=True)
+class Margins:
+    """How the error compares with what is normal. `ratio`: root mean square of error ÷ expectation over the rows, and
+    its `limit`. `worst`: the head, block or row farthest past (or nearest to) its own limit, as a share of it, and
+    `worst_at`. `ceiling`: the largest error ÷ the bound that no correct run exceeds. `statistic`: the largest |T| among
+    the fault directions, its `threshold` and `direction`. `expected_rel_l2`: what rel_l2 is normal. `unseen`: by
+    direction, the size of fault that these inputs could not have shown."""
+
+    ratio: float
+    limit: float
+    worst: float
+    worst_at: str
+    ceiling: float
+    statistic: float
+    threshold: float
+    direction: str
+    expected_rel_l2: float
+    unseen: dict[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class MaskRow:
     """A row (b, h, i) whose bias hides by large finite numbers and leaves nothing else. `shown`: keys that masks and −∞
     leave; `meant`: those that are no sentinels; `effective`: keys that weigh anything once the bias is added in
@@ -240,6 +282,11 @@ class Record:
     source: str = ""
     relations: tuple[Relation, ...] = ()
     mask_rows: tuple[MaskRow, ...] = ()
+    margins: Margins | None = None
+    diagnosis: Diagnosis | None = None
+    precision: Status | None = None
+    precision_reasons: tuple[str, ...] = ()
+    floor: float = math.nan
     schema: str = SCHEMA
 
     @property
@@ -307,13 +354,16 @@ def iter_records(path: Path | str) -> Iterator[Record]:
     for number, line in enumerate(text.split("\n")[:-1], 1):
         if not line.strip():
             continue
-        _check_schema(line, f"{path}, line {number}")
         try:
-            yield adapter.validate_json(line)
+            record = adapter.validate_json(line)
         except ValidationError as error:
+            _check_schema(line, f"{path}, line {number}")  # a newer schema may be why
             first = error.errors()[0]
             place = ".".join(str(p) for p in first["loc"]) or "the line"
             raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
+        if record.schema != SCHEMA:
+            _check_schema(line, f"{path}, line {number}")
+        yield record
 
 
 def _check_schema(line: str, where: str) -> None:

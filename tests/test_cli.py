@@ -134,6 +134,7 @@ MISTAKES = [
     (["report", "--throughput", "missing.json"], "missing.json", "No such file"),
     (["report", "--throughput", "bad.toml"], "bad.toml", "not JSON"),
     (["gate"], "smoke.jsonl", "--update"),
+    (["gate", "--update", "--records", "missing.jsonl"], "missing.jsonl does not exist", "harness run"),
     (["gate", "--baseline", "damaged.jsonl"], "damaged.jsonl, line 1", "--update"),
     (["capture"], "--out", "Missing option"),
     (["capture", "--layers", "a", "--out", "x"], "'a'", "0,7,15"),
@@ -210,7 +211,9 @@ def test_run_writes_records_and_report_and_says_how_far_it_is(call: Call, tmp_pa
     done = call("run", *QUICK)
     assert done.code == 0, done
     folder = tmp_path / "reports" / "latest"
-    assert {p.name for p in folder.iterdir()} == {"records.jsonl", "report.md", "cells.csv", "hazards.csv"}
+    assert {p.name for p in folder.iterdir()} == {
+        "records.jsonl", "report.md", "cells.csv", "cases.csv", "hazards.csv",
+    }  # fmt: skip
     assert [r.case for r in read_records(folder / "records.jsonl")] == [
         "smoke/worked-example",
         "smoke/worked-example-causal",
@@ -288,7 +291,7 @@ def test_empty_records_report_that_nothing_ran(call: Call, tmp_path: Path) -> No
     (tmp_path / "r.jsonl").write_text("")
     done = call("report", "r.jsonl")
     assert done.code == 3
-    assert done.err.startswith("nothing ran")
+    assert done.err == "nothing ran: r.jsonl holds no records\n"
     assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
 
 
@@ -334,7 +337,29 @@ def test_gate_passes_what_it_stored_and_names_a_regression(call: Call, tmp_path:
     assert [x for x in done.out.splitlines() if "REGRESSION" in x and "smoke/tiny · naive_masked · bf16" in x]
     write_records(tmp_path / "empty", [])
     for option in ((), ("--update",)):
-        assert call("gate", "--records", "empty", "--baseline", "b/base.jsonl", *option).code == 3
+        done = call("gate", "--records", "empty", "--baseline", "b/base.jsonl", *option)
+        assert (done.code, done.err) == (3, "nothing ran: empty holds no selected records\n")
+
+
+def test_gate_compares_what_the_filters_select_and_notes_the_rest(call: Call, tmp_path: Path) -> None:
+    write_records(tmp_path / "r", [record(), record(recipe="fp32"), record("other/x")])
+    base = ("gate", "--records", "r", "--baseline", "base.jsonl")
+    assert call(*base, "--update").code == 0
+    for option in (("-r", "bf16", "--cases", "smoke"), ("-r", "fp32"), ("--only", "other/*")):
+        done = call(*base, *option)
+        assert done.code == 0, done
+        assert "no regression; 1 cells" in done.out
+        assert "note: 2 cells of the baseline were not selected" in done.out
+    write_records(tmp_path / "r", [record()])
+    assert call(*base).code == 1
+    assert call(*base, "-r", "bf16", "--cases", "smoke").code == 0
+
+
+def test_records_that_stand_twice_in_a_file_count_once(call: Call, tmp_path: Path) -> None:
+    write_records(tmp_path / "r", [record(status=Status.FAIL), record(rel=5e-4)])
+    done = call("report", "r", "--out", "o")
+    assert done.code == 0, done
+    assert "1 record left out: a later one of the same cell and device counts instead" in done.out
 
 
 def test_gate_runs_the_smoke_cases_when_no_records_are_given(call: Call, tmp_path: Path) -> None:

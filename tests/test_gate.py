@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from record_factory import MACHINE, OVERFLOW, errors, grid, record, refused
+from record_factory import MACHINE, OVERFLOW, SCALE_OFF, errors, grid, margins, record, refused
 
+from harness.case import load_cases
 from harness.formats import get_format
-from harness.gate import Outcome, compare, make_baseline, read_baseline
+from harness.gate import Outcome, compare, make_baseline, read_baseline, scope
 from harness.gate.baseline import pool_records
 from harness.records import HazardKind, Record, Status
 
@@ -52,12 +53,31 @@ def test_baseline_is_one_sorted_line_a_cell_whatever_the_order_of_the_run() -> N
     assert keys == sorted(keys)
     assert lines[0]["status"] == {"PASS": 3}
     assert (lines[0]["seeds"], lines[0]["device"], lines[0]["isa"]) == ([0, 1, 2], "cpu", "AVX512")
-    assert lines[0]["schema"] == "1.0"
+    assert (lines[0]["precision"], lines[0]["ratio"]) == ({"PASS": 3}, 1.0)
+    assert lines[0]["schema"] == "1.1"
 
 
 def test_baseline_pools_seeds_by_mean_square_to_four_digits() -> None:
-    (cell,) = pool_records([record(rmse=3e-4), record(rmse=4e-4, seed=1)]).values()
+    far = margins(ratio=2.0)
+    (cell,) = pool_records([record(rmse=3e-4), record(rmse=4e-4, seed=1, margins=far)]).values()
     assert cell.rmse == 3.536e-4
+    assert cell.ratio == 1.581
+
+
+def test_baseline_without_precision_and_margins_still_reads_and_compares(tmp_path: Path) -> None:
+    line = json.loads(make_baseline([record()]))
+    for name in ("precision", "ratio"):
+        del line[name]
+    path = tmp_path / "old.jsonl"
+    path.write_text(json.dumps({**line, "schema": "1.0"}) + "\n", encoding="utf-8")
+    held = read_baseline(path)
+    assert compare([record(precision=Status.FAIL)], held) == Outcome(1, 1, (), (), (), (), ())
+    (told,) = compare([record(status=Status.FAIL)], held).regressions
+    assert "error ÷ expected none → 1" in told
+
+
+def test_baseline_holds_no_diagnosis() -> None:
+    assert "softmax" not in make_baseline([record(status=Status.FAIL, diagnosis=SCALE_OFF)])
 
 
 def test_baseline_holds_non_finite_figures_as_strict_json(tmp_path: Path) -> None:
@@ -111,7 +131,7 @@ def test_damaged_baseline_is_a_one_line_error_that_names_the_place(tmp_path: Pat
 
 def test_baseline_of_a_newer_major_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl"
-    path.write_text(make_baseline([record()]).replace('"schema": "1.0"', '"schema": "2.0"'), encoding="utf-8")
+    path.write_text(make_baseline([record()]).replace('"schema": "1.1"', '"schema": "2.0"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"schema 2\.0.*update attention-harness"):
         read_baseline(path)
 
@@ -134,6 +154,56 @@ def test_status_regresses_exactly_when_it_gets_worse(old: Status, new: Status) -
     assert bool(outcome.regressions) is worse
     assert bool(outcome.improvements) is better
     assert outcome.exit_code == (1 if worse else 3 if new in (Status.REFUSED, Status.INCONCLUSIVE) else 0)
+
+
+def test_status_that_worsens_names_both_the_ratios_and_the_diagnosis() -> None:
+    old = [record(seed=n) for n in range(3)]
+    wrong = {"status": Status.FAIL, "margins": margins(ratio=5.0)}
+    new = [record(seed=n, diagnosis=SCALE_OFF if n == 1 else None, **wrong) for n in range(3)]
+    assert against(old, new).regressions == (
+        "smoke/tiny · naive_masked · bf16: status PASS 3 → FAIL 3 (error ÷ expected 1 → 5 (+400%)):"
+        " the softmax scale is off: size +0.002, explains 99.0% of the error; as well explained by: softcap",
+    )
+
+
+def test_larger_error_of_a_cell_that_failed_before_names_its_diagnosis() -> None:
+    failing = {"status": Status.FAIL, "diagnosis": SCALE_OFF}
+    (told,) = judged(record(**failing), record(rmse=1.0, **failing)).regressions
+    assert told.count("the softmax scale is off") == 1
+
+
+PRECISION = (Status.PASS, Status.INCONCLUSIVE, Status.FAIL)
+
+
+@pytest.mark.parametrize("old", PRECISION)
+@pytest.mark.parametrize("new", PRECISION)
+def test_precision_regresses_exactly_when_it_gets_worse(old: Status, new: Status) -> None:
+    outcome = judged(record(precision=old), record(precision=new))
+    assert bool(outcome.regressions) is (PRECISION.index(new) > PRECISION.index(old))
+    assert bool(outcome.improvements) is (PRECISION.index(new) < PRECISION.index(old))
+
+
+def test_precision_of_records_that_have_none_is_not_compared() -> None:
+    assert judged(record(precision=None), record(precision=Status.FAIL)).exit_code == 0
+    assert judged(record(precision=Status.FAIL), record(precision=None)).improvements == ()
+
+
+def test_cells_outside_of_the_filters_are_noted_and_did_not_vanish() -> None:
+    baseline = pool_records(grid(["smoke/a", "smoke/b", "g/a"], ["x", "y"], ["bf16", "fp16"], seeds=1))
+    cells = grid(["smoke/a", "smoke/b", "g/a"], ["x", "y"], ["bf16", "fp16"], seeds=1)
+    for selected, left in (
+        (scope(), 12), (scope(load_cases("smoke")), 8), (scope(only=["*/a"]), 8), (scope(implementations=["x"]), 6),
+        (scope(recipes=["fp16"]), 6), (scope(load_cases("smoke"), ["*/a"], ["x"], ["fp16"]), 1),
+    ):  # fmt: skip
+        run = [r for r in cells if selected(r.group_key)]
+        outcome = compare(run, baseline, selected)
+        assert (outcome.exit_code, outcome.compared, outcome.vanished) == (0, left, ())
+        noted = (f"{12 - left} cells of the baseline were not selected",) if left < 12 else ()
+        assert outcome.notes == noted
+        gone = compare(run[:-1], baseline, selected)
+        assert len(gone.vanished) == 1
+        assert gone.exit_code == (1 if left > 1 else 3)
+        assert compare(cells, baseline, selected) == outcome  # and more than was selected makes nothing new
 
 
 def test_one_more_failing_seed_is_a_regression_even_if_another_recovers() -> None:

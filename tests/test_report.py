@@ -20,9 +20,11 @@ from record_factory import (
     IMPLEMENTATIONS,
     MACHINE,
     OVERFLOW,
+    SCALE_OFF,
     deviation,
     errors,
     grid,
+    margins,
     record,
     refused,
     reviewed,
@@ -32,8 +34,10 @@ from harness.recipe import recipes
 from harness.records import HazardKind, Record, Status
 from harness.report import (
     Report,
+    cases_csv,
     cells_csv,
     hazards_csv,
+    latest,
     read_timings,
     summary,
     timings_markdown,
@@ -53,8 +57,16 @@ def report_of(*records: Record) -> Report:
     return summary(records, reviewed(records))
 
 
-def cell_of(*records: Record, truth: str = "kernel") -> str:
-    return words.cell(report_of(*records).groups[0].cells[0][0], truth)
+def cell_of(*records: Record) -> str:
+    return words.cell(report_of(*records).groups[0].cells[0][0])
+
+
+def cost_of(*records: Record) -> list[str]:
+    return words.cost(report_of(*records).groups[0].costs[0])
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def failed(**changes: object) -> Record:
@@ -83,9 +95,10 @@ def test_headline_counts_every_record_once_with_known_apart() -> None:
 
 
 def test_headline_says_how_status_is_decided_and_on_which_machine() -> None:
-    text = to_text(report_of(record()))
-    assert "decided by classes alone" in text
-    assert "not yet judged" in " ".join(text.split())
+    text = one_line(to_text(report_of(record())))
+    for part in ("the ceiling that no correct run exceeds", "the yardstick", "the fault directions"):
+        assert part in text
+    assert "Precision is the recipe's, against the exact truth" in text
     for fact in ("cpu: Some CPU", "ISA AVX512", "2 threads", "torch 2.13.0", "commit abc1234"):
         assert fact in text
 
@@ -99,15 +112,33 @@ def test_no_records_say_that_nothing_ran() -> None:
 def test_one_record_renders_everywhere(tmp_path: Path) -> None:
     write_report([record()], reviewed([record()]), tmp_path / "new" / "folder")
     names = {p.name: p.read_text(encoding="utf-8") for p in (tmp_path / "new" / "folder").iterdir()}
-    assert set(names) == {"report.md", "cells.csv", "hazards.csv"}
-    assert "1.0e-03" in names["report.md"]
+    assert set(names) == {"report.md", "cells.csv", "cases.csv", "hazards.csv"}
+    assert "1.0e-3 ×1.0" in names["report.md"]
 
 
 def test_figures_pool_by_mean_square_over_cases_and_seeds() -> None:
     records = [record("g/a", rel=3e-4), record("g/b", rel=4e-4, seed=1)]
-    assert cell_of(*records) == "3.5e-04"  # √((9 + 16) / 2) = 3.54; the mean would give 3.5 as well, so:
+    assert cell_of(*records) == "3.5e-4 ×1.0"  # √((9 + 16) / 2) = 3.54; the mean would give 3.5 as well, so:
     assert report_of(*records).groups[0].cells[0][0].kernel.rel_l2 == pytest.approx(math.sqrt(12.5) * 1e-4)
-    assert cell_of(*records, truth="total") == "7.1e-04"
+    assert cost_of(*records)[0] == "7.1e-4"
+    ratios = [record(margins=margins(ratio=3.0)), record(seed=1, margins=margins(ratio=4.0))]
+    assert report_of(*ratios).groups[0].cells[0][0].ratio == pytest.approx(math.sqrt(12.5))
+
+
+def test_margins_that_are_not_finite_or_absent_or_of_broken_outputs_do_not_pool() -> None:
+    broken = record(seed=1, errors=errors(nan_mismatch=9), margins=margins(ratio=0.0))
+    endless = record(seed=2, margins=margins(ratio=math.inf))
+    assert cell_of(record(margins=margins(ratio=2.0)), broken, endless) == "1.0e-3 ×2.0*"
+    assert cell_of(record(margins=None)) == "1.0e-3 –"
+
+
+@pytest.mark.parametrize(
+    ("ratio", "shown"),
+    [(0.0, "×0.0"), (0.97, "×1.0"), (9.94, "×9.9"), (9.96, "×10"), (428.4, "×428"), (1e3, "×1.0e3"),
+     (3.04e12, "×3.0e12"), (math.inf, "×inf"), (math.nan, "–")],
+)  # fmt: skip
+def test_ratio_is_as_short_as_two_or_three_digits_allow(ratio: float, shown: str) -> None:
+    assert words.times(ratio) == shown
 
 
 @pytest.mark.parametrize(
@@ -116,27 +147,114 @@ def test_figures_pool_by_mean_square_over_cases_and_seeds() -> None:
      errors(rel_l2=math.inf), errors(neginf_mismatch=2, rel_l2=math.nan)],
 )  # fmt: skip
 def test_cell_with_a_broken_seed_is_marked_and_does_not_average_it(broken: object) -> None:
-    assert cell_of(record(rel=2e-4), record(seed=1, errors=broken)) == "2.0e-04*"
-    assert cell_of(record(errors=broken)) == "n/a*"
-    assert cell_of(record(errors=broken), truth="total") == "2.0e-03"
+    assert cell_of(record(rel=2e-4), record(seed=1, errors=broken)) == "2.0e-4 ×1.0*"
+    assert cell_of(record(errors=broken)) == "*"
+    assert cost_of(record(errors=broken))[0] == "2.0e-3"
+    assert cost_of(record(total_errors=broken))[0] == "n/a*"
 
 
-def test_cell_shows_the_worst_word_and_its_marks() -> None:
-    assert cell_of(record(), failed(seed=1)) == "FAIL 1.0e-03"
-    assert cell_of(record(status=Status.ERROR, errors=None)) == "ERROR"
+def test_cell_shows_its_figures_and_marks() -> None:
+    assert cell_of(record(), failed(seed=1)) == "1.0e-3 ×1.0F"
+    assert cell_of(record(status=Status.ERROR, errors=None)) == "E"
     assert cell_of(refused()) == "–"
-    assert cell_of(refused("smoke/b"), record()) == "1.0e-03–"
-    assert cell_of(record(status=Status.INCONCLUSIVE)) == "1.0e-03?"
-    assert cell_of(record(hazards=(OVERFLOW,))) == "1.0e-03!"
+    assert cell_of(refused("smoke/b"), record()) == "1.0e-3 ×1.0–"
+    assert cell_of(record(status=Status.INCONCLUSIVE)) == "1.0e-3 ×1.0?"
+    assert cell_of(record(hazards=(OVERFLOW,))) == "1.0e-3 ×1.0!"
     known = [failed()]
     shown = summary(known, reviewed(known, deviation())).groups[0].cells[0][0]
-    assert words.cell(shown, "kernel") == "known 1.0e-03"
-    assert words.cell(None, "kernel") == ""
+    assert words.cell(shown) == "1.0e-3 ×1.0k"
+    assert words.cell(None) == ""
 
 
 def test_only_observed_hazards_that_change_numbers_are_marked() -> None:
-    assert cell_of(record(hazards=(replace(OVERFLOW, source="predicted"),))) == "1.0e-03"
-    assert cell_of(record(hazards=(replace(OVERFLOW, kind=HazardKind.RESOLUTION),))) == "1.0e-03"
+    assert cell_of(record(hazards=(replace(OVERFLOW, source="predicted"),))) == "1.0e-3 ×1.0"
+    assert cell_of(record(hazards=(replace(OVERFLOW, kind=HazardKind.RESOLUTION),))) == "1.0e-3 ×1.0"
+
+
+LOST = "saturation in q (fp8_e4m3, observed): peak 1e+04, headroom -4.62 bits, 9 of 4096 at b=0 h=0 i=1 j=2"
+
+
+def costs(**changes: object) -> Record:
+    return record(**{"precision": Status.FAIL, "precision_reasons": (LOST,), **changes})
+
+
+def test_precision_is_counted_by_case_and_recipe() -> None:
+    records = [record(), record(seed=1), record(recipe="fp16"), costs(case="smoke/b"), refused("smoke/c")]
+    records += [record("smoke/d", precision=Status.INCONCLUSIVE)]
+    report = report_of(*records)
+    assert report.headline.precision == (("PASS", 2), ("FAIL", 1), ("INCONCLUSIVE", 1))
+    told = "precision, by case and recipe: PASS 2 · FAIL 1 · INCONCLUSIVE 1"
+    assert told in to_text(report)
+    assert told in to_markdown(report)
+
+
+def test_records_that_were_never_judged_say_nothing_of_precision() -> None:
+    old = record(margins=None, precision=None, floor=math.nan, source="")
+    text = to_text(report_of(old))
+    assert "by case and recipe" not in text
+    assert "could not have shown" not in text
+    assert cost_of(old) == ["2.0e-3", "–", "PASS"]
+
+
+def test_recipe_fails_only_where_every_implementation_loses() -> None:
+    one = [record(), costs(implementation="naive_unsafe"), costs(case="smoke/b"), record("smoke/b", seed=1)]
+    report = report_of(*one)
+    assert [(r.case, r.recipe) for r in report.costly] == [("smoke/b", "bf16")]
+    assert [(r.implementations, r.cells) for r in report.own_losses] == [(("naive_unsafe",), 1)]
+    assert cost_of(*one)[2] == "FAIL in 1 of 2 cases"
+    assert "in 1 more (case, recipe), only with naive_unsafe" in to_text(report)
+
+
+def test_cost_is_that_of_implementations_that_did_not_fail_where_there_are_any() -> None:
+    bad = failed(implementation="wrong", rel=0.5, floor=0.4)
+    assert cost_of(record(), bad)[:2] == ["2.0e-3", "2.0e-3"]
+    assert cost_of(bad)[:2] == ["1.0e+0", "4.0e-1"]
+
+
+def test_what_costs_too_much_is_ordered_by_total_error_over_the_floor_nan_first() -> None:
+    nan = errors(nan_mismatch=1)
+    report = report_of(
+        costs(case="g/a", rel=1e-3), costs(case="g/b", rel=9e-3), costs(case="g/c", total_errors=nan)
+    )
+    assert [r.case for r in report.costly] == ["g/c", "g/b", "g/a"]
+    text, shown = to_text(report), to_markdown(report)
+    assert "== Recipes that cost too much here ==" in text
+    assert "peak 1e+04" not in text
+    assert "peak 1e+04" in shown
+
+
+def test_reasons_that_differ_by_figures_or_source_alone_are_told_once() -> None:
+    again = LOST.replace("observed", "predicted").replace("1e+04", "2e+04")
+    (row,) = report_of(costs(), costs(seed=1, precision_reasons=(again, "over the budget"))).costly
+    assert row.reasons == (LOST, "over the budget")
+
+
+def test_unseen_is_the_largest_of_a_group_and_names_its_case() -> None:
+    blind = margins(unseen={"shrink": 0.5, "scale": 1e-4})
+    report = report_of(
+        record(), record("smoke/blind", margins=blind), record("g/x", margins=margins(unseen={}))
+    )
+    first, second = report.unseen
+    assert (first.shrink, first.shrink_at) == (0.5, "smoke/blind · bf16")
+    assert (first.scale, first.scale_at) == (2e-3, "smoke/tiny · bf16")
+    assert math.isnan(second.shrink)
+    assert words.unseen(second) == ["g", "–", "", "–", ""]
+
+
+def test_inconclusive_cases_stand_by_reason_with_the_range_of_its_numbers() -> None:
+    def unsure(case: str, rows: int, **changes: object) -> Record:
+        reasons = (f"{rows} independent rows; at least 4 are needed",)
+        return record(case, status=Status.INCONCLUSIVE, reasons=reasons, **changes)
+
+    records = [unsure("g/a", 3), unsure("g/a", 3, seed=1), unsure("g/b", 0), unsure("g/c", 2)]
+    records.append(record("g/d", status=Status.INCONCLUSIVE, reasons=()))
+    first, second = report_of(*records).doubts
+    assert first.reason == "0 to 3 independent rows; at least 4 are needed"
+    assert first.cases == (("g/a", 2), ("g/b", 1), ("g/c", 1))
+    assert second.reason == "no reason given"
+    shown = "0 to 3 independent rows; at least 4 are needed: 4 cells in g/a (2), g/b (1), g/c (1)"
+    assert shown in one_line(to_text(report_of(*records)))
+    assert words.doubt(first, 1).endswith("in g/a (2) … and 2 cases more")
 
 
 def test_combination_that_did_not_run_is_blank() -> None:
@@ -146,8 +264,8 @@ def test_combination_that_did_not_run_is_blank() -> None:
 
 def test_failures_come_before_tables_with_a_command_that_repeats_them() -> None:
     text = to_text(report_of(*grid(["smoke/a"], IMPLEMENTATIONS, ["bf16"]), failed(recipe="fp16", seed=2)))
-    assert text.index("Unexpected failures: 1 cell") < text.index("== rel_l2")
-    command = text[text.index("python -m harness") : text.index("== rel_l2")].replace("\\\n", "")
+    assert text.index("Unexpected failures: 1 cell") < text.index("== Errors")
+    command = text[text.index("python -m harness") : text.index("== Errors")].replace("\\\n", "")
     expected = "python -m harness run --cases smoke --only smoke/tiny --implementations naive_masked"
     assert shlex.split(command) == [*expected.split(), "--recipes", "fp16", "--seeds", "3"]
 
@@ -155,6 +273,42 @@ def test_failures_come_before_tables_with_a_command_that_repeats_them() -> None:
 def test_command_names_the_device_unless_it_is_the_default() -> None:
     (failure,) = report_of(failed(machine=replace(MACHINE, device="cuda"))).failures
     assert words.command(failure)[-2:] == ("--device", "cuda")
+
+
+def test_command_names_the_case_file_a_case_came_from_or_else_its_group() -> None:
+    def cases(source: str) -> str:
+        (failure,) = report_of(failed(source=source)).failures
+        command = words.command(failure)
+        return command[command.index("--cases") + 1]
+
+    assert cases("/home/me/my cases.py") == "/home/me/my cases.py"
+    assert cases("real") == "real"
+    assert cases("") == "smoke"
+
+
+def test_failure_tells_its_ratio_and_the_first_diagnosis_of_its_seeds() -> None:
+    records = [
+        failed(seed=0, margins=margins(ratio=5.0)),
+        failed(seed=1, margins=margins(ratio=7.0), diagnosis=SCALE_OFF),
+    ]
+    told = "the softmax scale is off: size +0.002, explains 99.0% of the error; as well explained by: softcap"
+    for shown in (to_text(report_of(*records)), to_markdown(report_of(*records))):
+        assert "×7.0 expected" in shown
+        assert told in one_line(shown)
+        assert shown.count("(2 of 2 seeds, cpu)") == 1
+    (unjudged,) = report_of(failed(margins=None)).failures
+    assert (words.margin(unjudged), unjudged.diagnosis) == ("", "")
+
+
+def test_later_record_of_the_same_cell_and_device_counts_alone() -> None:
+    first, other = failed(), record(machine=replace(MACHINE, device="cuda"))
+    records = [first, other, record(rel=5e-4)]
+    assert latest(records) == [records[2], other]
+    report = report_of(*records)
+    assert (report.headline.records, report.headline.repeated) == (2, 1)
+    assert report.failures == ()
+    assert "1 record left out: a later one of the same cell and device" in to_text(report)
+    assert "left out: a later" not in to_text(report_of(record(), other))
 
 
 @given(st.lists(st.text(min_size=1, max_size=300).filter(lambda t: "\0" not in t), min_size=1, max_size=6))
@@ -186,15 +340,28 @@ def test_known_failures_show_the_reason_and_are_no_failures() -> None:
     assert "Unexpected" not in text
 
 
-def test_worst_rows_put_unexpected_failures_first_then_distance_from_the_recipes_median() -> None:
-    records = [record(f"g/{n}", rel=1e-3, recipe="bf16") for n in range(20)]
-    records += [record(f"g/{n}", rel=1e-7, recipe="fp32") for n in range(20)]
-    records += [record("g/odd", rel=1e-6, recipe="fp32"), failed(case="g/bad", rel=1e-8)]
+def test_worst_rows_put_unexpected_failures_first_then_error_over_expected() -> None:
+    records = [record(f"g/{n}", rel=1e-3) for n in range(20)]
+    records += [record("g/odd", rel=1e-6, recipe="fp32", margins=margins(ratio=1.4))]
+    records += [failed(case="g/bad", rel=1e-8, margins=margins(ratio=0.1)), record("g/old", margins=None)]
     records += [record("g/nan"), record("g/nan", seed=1, errors=errors(nan_mismatch=1))]
     rows = report_of(*records).worst
     assert [r.case for r in rows[:3]] == ["g/bad", "g/nan", "g/odd"]
-    assert rows[2].times_median == pytest.approx(10)
     assert len(rows) == 15
+    assert "g/old" not in {r.case for r in rows}
+
+
+def test_worst_row_shows_the_margins_of_the_seed_farthest_out() -> None:
+    far = margins(ratio=2.0, limit=1.6, worst=0.8, worst_at="element (0, 1, 2, 3)", statistic=4.56)
+    (row,) = report_of(record(seed=1), record(seed=2, margins=far)).worst
+    assert words.worst(row) == [
+        ("1.0e-3",), ("2", "limit 1.6"), ("0.8", "element (0,1,2,3)"), ("4.6 of 6.2", "shrink"),
+        ("-1.0e-04", "-1.0e-02"),
+    ]  # fmt: skip
+    shown = one_line(to_markdown(report_of(record(margins=far))))
+    assert "| 2, limit 1.6 | 0.8, element (0,1,2,3) | 4.6 of 6.2, shrink | -1.0e-04, -1.0e-02 |" in shown
+    (bare,) = report_of(record(margins=None)).worst
+    assert words.worst(bare)[1:4] == [("–",)] * 3
 
 
 def test_known_failures_do_not_crowd_the_worst_rows() -> None:
@@ -204,17 +371,14 @@ def test_known_failures_do_not_crowd_the_worst_rows() -> None:
 
 def test_worst_row_shows_the_worst_seed_and_nan_is_worse_than_any() -> None:
     records = [
-        record(errors=errors(max_ulp=2.0, slope=-3e-3, bias_ulp=0.1, max_abs=1.0, worst=(0, 0, 5, 6))),
-        record(seed=1, errors=errors(max_ulp=9.0, slope=1e-3, bias_ulp=math.nan, max_abs=0.5)),
+        record(errors=errors(slope=-3e-3, bias_ulp=0.1)),
+        record(seed=1, errors=errors(slope=1e-3, bias_ulp=math.nan), margins=margins(ratio=math.nan)),
     ]
     (row,) = report_of(*records).worst
-    assert (row.max_ulp, row.slope, row.worst) == (9.0, -3e-3, (0, 0, 5, 6))
+    assert row.slope == -3e-3
     assert math.isnan(row.bias_ulp)
-
-
-def test_exact_cells_stand_at_their_median_and_others_infinitely_above() -> None:
-    rows = report_of(*(record(f"g/{n}", rel=0.0) for n in range(3)), record("g/x", rel=1e-9)).worst
-    assert [r.times_median for r in rows] == [math.inf, 1.0, 1.0, 1.0]
+    assert row.margins is not None
+    assert math.isnan(row.margins.ratio)
 
 
 def test_hazards_group_by_kind_stage_format_and_recipe_with_the_worst_place() -> None:
@@ -278,7 +442,15 @@ def test_terminal_text_fits_100_columns(length: int) -> None:
     wide = errors(
         rel_l2=-1.2345e-300, max_ulp=1.234e300, slope=-1e-300, worst=(12, 34, 131071, 255), nan_mismatch=1
     )
-    records += [failed(case="smoke/wide", errors=wide, hazards=(hazard,), status=s) for s in Status]
+    far = margins(ratio=1.234e300, limit=1e300, worst_at=name * 9, direction=name, statistic=1e9)
+    lost = {
+        "precision": Status.FAIL,
+        "precision_reasons": (name * 4,),
+        "diagnosis": SCALE_OFF,
+        "margins": far,
+    }
+    records += [failed(case="smoke/wide", errors=wide, hazards=(hazard,), status=s, **lost) for s in Status]
+    records += [costs(case=f"{name}/{name}", recipe=name, margins=far, source=f"/{name}.py")]
     text = to_text(summary(records, reviewed(records)))
     assert max(map(len, text.split("\n"))) <= 100
     assert name.replace("_", "") in re.sub(r"[\s_]", "", text)  # wrapped, not cut
@@ -286,8 +458,9 @@ def test_terminal_text_fits_100_columns(length: int) -> None:
 
 def test_builtin_recipes_by_builtin_implementations_take_one_block() -> None:
     text = to_text(report_of(*grid(["smoke/a"], IMPLEMENTATIONS, recipes())))
-    tables = text[text.index("== rel_l2") : text.index("== Worst")]
-    assert sum(line.startswith("fp8_kv ") for line in tables.split("\n")) == 1
+    tables = text[text.index("== Errors") : text.index("== Worst")]
+    (row,) = [line.split() for line in tables.split("\n") if line.startswith("fp8_kv ")]
+    assert len(row) == 1 + 2 * len(IMPLEMENTATIONS) + 2  # two figures a cell, total and floor
 
 
 def test_flush_is_marked_only_where_it_lost_more_than_rounding_may() -> None:
@@ -319,7 +492,15 @@ def hostile_report() -> Report:
         ),
         refused(reason=HOSTILE, **{k: v for k, v in names.items() if k != "case"}),
         failed(hazards=(hazard,), implementation="known", machine=replace(MACHINE, cpu=HOSTILE)),
-    ]
+        failed(
+            **{**names, "case": f"{HOSTILE}2", "source": HOSTILE},
+            diagnosis=replace(SCALE_OFF, what=HOSTILE, rivals=(HOSTILE,)),
+            margins=margins(worst_at=HOSTILE, direction=HOSTILE), precision=Status.FAIL,
+            precision_reasons=(HOSTILE,),
+        ),
+        costs(**{**names, "case": f"{HOSTILE}3"}, precision_reasons=(HOSTILE,)),
+        record(**{**names, "case": f"{HOSTILE}4", "status": Status.INCONCLUSIVE, "reasons": (HOSTILE,)}),
+    ]  # fmt: skip
     review = reviewed(records, deviation(implementation="known", reason=HOSTILE, link=HOSTILE))
     return summary(records, review)
 
@@ -369,9 +550,51 @@ def test_csv_has_every_figure_of_both_truths_and_reads_back() -> None:
     assert float(first["kernel_rel_l2"]) == 1e-3
     assert float(first["total_rel_l2"]) == 2e-3
     assert first["lse_worst_bhic"] == "0 1 17 3"
-    assert (first["kv_bytes_per_token"], first["run_ms"], first["isa"]) == ("256.0", "1.0", "AVX512")
+    assert (first["kv_bytes_per_token"], first["run_ms"], first["isa"]) == ("256", "1", "AVX512")
     assert (first["data_score_max"], second["data_score_max"]) == ("3.5", "")
     assert (second["status"], second["reasons"], second["kernel_rmse"]) == ("REFUSED", "no window", "")
+
+
+def test_csv_has_margins_diagnosis_and_precision() -> None:
+    judged = failed(diagnosis=SCALE_OFF, precision=Status.FAIL, precision_reasons=("a", "b"))
+    first, second, third = csv.DictReader(
+        io.StringIO(cells_csv(records := [judged, record(seed=1), refused(seed=2)], reviewed(records)))
+    )
+    got = [first[n] for n in ("ratio", "limit", "worst", "worst_at", "ceiling", "statistic", "threshold")]
+    assert got == ["1", "1.5", "0.5", "row b=0 h=1 i=17", "0.1", "3", "6.2"]
+    assert (first["direction"], first["expected_rel_l2"]) == ("shrink", "0.001")
+    assert (first["unseen_shrink"], first["unseen_scale"]) == ("0.001", "0.002")
+    told = [first[n] for n in ("fault", "fault_size", "fault_explained", "rivals")]
+    assert told == ["scale", "0.002", "0.99", "softcap"]
+    assert (first["precision"], first["precision_reasons"], first["floor"]) == ("FAIL", "a; b", "0.002")
+    assert (second["precision"], second["precision_reasons"], second["fault"]) == ("PASS", "", "")
+    assert (third["precision"], third["ratio"], third["unseen_scale"], third["floor"]) == ("", "", "", "nan")
+
+
+def test_csv_says_once_what_a_case_says_in_all_its_cells() -> None:
+    records = [*grid(["g/a", "g/b"], ["x", "y"], ["bf16"]), record("g/a", why="another reason")]
+    rows = list(csv.DictReader(io.StringIO(cases_csv(records))))
+    assert [r["case"] for r in rows] == ["g/a", "g/b", "g/a"]
+    assert (rows[0]["why"], rows[0]["shape"], rows[0]["group"]) == ("made up", "[1, 2, 64, 64]", "g")
+    assert "made up" not in cells_csv(records, reviewed(records))
+
+
+def test_csv_keeps_seven_digits_of_figures_and_all_of_counts() -> None:
+    records = [record(errors=errors(count=123456789, rel_l2=1 / 3), flops=12345678901)]
+    (row,) = csv.DictReader(io.StringIO(cells_csv(records, reviewed(records))))
+    assert (row["kernel_count"], row["kernel_rel_l2"]) == ("123456789", "0.3333333")
+    assert (row["flops"], row["emulated"]) == ("12345678901", "True")
+
+
+@given(st.text(), st.text())
+def test_csv_reads_back_any_text(case: str, reason: str) -> None:
+    records = [failed(case=case, reasons=(reason,), source="x")]
+    shown = cells_csv(records, reviewed(records))
+    (row,) = csv.DictReader(io.StringIO(shown, newline=""))
+    for name, text in (("case", case), ("reasons", reason)):
+        expected = text.replace("\r\n", "\n").replace("\r", "\n").encode("utf-8", "replace").decode()
+        assert row[name].removeprefix("'") == expected.removeprefix("'")
+    assert row["kernel_rel_l2"] == "0.001"
 
 
 def test_csv_writes_non_finite_figures_as_words() -> None:
@@ -386,10 +609,12 @@ def test_csv_text_cannot_be_a_formula_and_numbers_stay_numbers() -> None:
                data={"x": -1.0})
         for text in (FORMULA, "+1", "-1", "@x", "\t=1", "\r=1", " =1", "＝1")
     ]  # fmt: skip
+    for row in csv.DictReader(io.StringIO(cases_csv(records))):
+        assert all(row[name].startswith("'") for name in ("case", "why"))
     for row in csv.DictReader(io.StringIO(cells_csv(records, reviewed(records)))):
-        assert all(row[name].startswith("'") for name in ("case", "reasons", "why", "cpu"))
+        assert all(row[name].startswith("'") for name in ("case", "reasons", "cpu"))
         assert row["kernel_slope"] == "-0.0001"
-        assert row["data_x"] == "-1.0"
+        assert row["data_x"] == "-1"
     for row in csv.DictReader(io.StringIO(hazards_csv(records))):
         assert row["case"].startswith("'")
         assert (row["headroom_bits"], row["where_bhij"]) == ("-0.61", "0 1 17 9")
@@ -409,6 +634,8 @@ def test_lone_surrogates_do_not_stop_a_report(tmp_path: Path) -> None:
 def test_markdown_explains_the_figures_and_both_truths() -> None:
     shown = to_markdown(report_of(record()))
     assert "‖Δ‖ / ‖o‖" in shown
+    for part in ("ΣΔ² / Σσ²", "√(2 ln(2K/α))", "ceiling", "INCONCLUSIVE", "floor", "diagnosis", "χ²"):
+        assert part in shown
     assert "stored truth" in shown
     assert "exact truth" in shown
 
@@ -447,6 +674,11 @@ def test_throughput_text_fits_100_columns_and_is_escaped_in_markdown(tmp_path: P
     timings = read_timings(timings_file(tmp_path, {"benchmarks": [entry]}))
     assert max(map(len, timings_text(timings).split("\n"))) <= 100
     assert "<script" not in timings_markdown(timings)
+
+
+def test_missing_timings_say_how_to_make_them(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: No such file; write one with pytest benchmarks/"):
+        read_timings(tmp_path / "none.json")
 
 
 def test_no_benchmarks_say_that_nothing_was_timed(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The FP64 truth against a scalar oracle, ball arithmetic, torch's own FP64, and relations without a tolerance.
+"""The FP64 truth against a scalar oracle, and relations without a tolerance; `test_certify` holds it against balls.
 
 TOL is derived in `problems`, which draws them.
 """
@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
 from typing import Any
 
-import flint
 import numpy as np
 import oracle
 import pytest
@@ -19,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import TOL, Problem, assert_like_oracle, assert_near, problems
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import harness.truth
 from harness.spec import AttentionSpec
@@ -111,101 +108,6 @@ def test_worked_example_agrees_to_the_last_digit_of_the_note() -> None:
     )
     note = [[0.802, 0.599], [0.599, 0.599], [0.752, 0.497]]
     assert_near(reference(q, k, v).out[0, 0], np.array(note), 0.0005)
-
-
-# --- certified by ball arithmetic ---------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def _precision() -> Iterator[None]:
-    before = flint.ctx.prec
-    flint.ctx.prec = 192
-    yield
-    flint.ctx.prec = before
-
-
-def ball(x: Tensor) -> flint.arb_mat:
-    """Exact: a double is a ball of radius 0."""
-    return flint.arb_mat([[flint.arb(float(c)) for c in row] for row in x])
-
-
-def enclosure(q: Tensor, k: Tensor, v: Tensor) -> tuple[flint.arb_mat, list[flint.arb]]:
-    """One head's out and lse, without subtracting a maximum: balls need none."""
-    s = ball(q) * ball(k).transpose() * (1 / flint.arb(q.shape[1]).sqrt())
-    e = flint.arb_mat([[x.exp() for x in s.tolist()[i]] for i in range(s.nrows())])
-    l = [sum(row, flint.arb(0)) for row in e.tolist()]  # noqa: E741
-    o = (e * ball(v)).tolist()
-    return flint.arb_mat([[x / l[i] for x in o[i]] for i in range(len(o))]), [x.log() for x in l]
-
-
-def distance(x: float, true: flint.arb) -> float:
-    """An upper bound of |x − true|, over the whole ball."""
-    return float(abs(flint.arb(x) - true).abs_upper()) * (1 + U)
-
-
-def fp64_bounds(q: Tensor, k: Tensor, v: Tensor, roundings: int = 3) -> tuple[Tensor, Tensor]:
-    """What FP64 may be off by in out and lse: the usual γ_n analysis, with any order of the sums.
-
-    δ_j = γ_d·scale·Σ|q||k| + roundings·u·|s| (the scale is pow(d, −½), within 1 ulp = 2u, and one product)
-          + u·|s − m| + 2u (exp, within 1 ulp; SLEEF claims it);  η_j = expm1(δ_j), A = Σ p_j·η_j
-    |Δo| ≤ Σ p_j·(η_j + γ_n)|v_j| + (A + γ_n + u)|o|,   |Δlse| ≤ A + γ_n + 2u·ln l + u·|lse|
-    The second-order terms are below a thousandth of these.
-    """
-    d, n = q.shape[1], k.shape[0]
-    scale, gamma_n, gamma_d = d**-0.5, n * U / (1 - n * U), d * U / (1 - d * U)
-    s = q @ k.T * scale
-    m = s.amax(-1, keepdim=True)
-    delta = gamma_d * scale * (q.abs() @ k.abs().T) + roundings * U * s.abs() + U * (s - m).abs() + 2 * U
-    p, eta = torch.softmax(s, -1), torch.expm1(delta)
-    a = (p * eta).sum(-1)
-    out = (p * (eta + gamma_n)) @ v.abs() + (a + gamma_n + U)[:, None] * (p @ v).abs()
-    lse = torch.logsumexp(s, -1)
-    return 1.001 * out, 1.001 * (a + gamma_n + 2 * U * (lse - m[:, 0]) + U * lse.abs())
-
-
-def distances(out: Tensor, true: flint.arb_mat) -> Tensor:
-    rows = zip(out.tolist(), true.tolist(), strict=True)
-    return torch.tensor(
-        [[distance(x, t) for x, t in zip(*row, strict=True)] for row in rows], dtype=torch.float64
-    )
-
-
-CERTIFIED = [(1, 1.0), (2, 1.0), (7, 1.0), (16, 1.0), (33, 1.0), (64, 1.0), (64, 8.0), (64, 60.0)]
-
-
-@pytest.mark.usefixtures("_precision")
-@pytest.mark.parametrize(("n", "std"), CERTIFIED)
-def test_truth_lies_in_the_balls_widened_by_what_fp64_allows(
-    n: int, std: float, record_property: Any
-) -> None:
-    q, k, v = qkv(1, 1, 1, n, n, n, n, std=std)
-    truth, (true, true_lse) = reference(q, k, v), enclosure(q[0, 0], k[0, 0], v[0, 0])
-    out_bound, lse_bound = fp64_bounds(q[0, 0], k[0, 0], v[0, 0])
-    assert max(float(x.rad()) for row in true.tolist() for x in row) < 2.0**-100  # the balls blur nothing
-    far = distances(truth.out[0, 0], true)
-    lse_far = [distance(x, t) for x, t in zip(truth.lse[0, 0].tolist(), true_lse, strict=True)]
-    record_property("certified_distance", float(far.max()))
-    print(f"n = d = {n}, std {std}: out {float(far.max()):.2e}, lse {max(lse_far):.2e}, "
-          f"of the bound {float((far / out_bound).max()):.2f}")  # fmt: skip
-    assert bool((far <= out_bound).all())
-    assert bool((torch.tensor(lse_far, dtype=torch.float64) <= lse_bound).all())
-
-
-@pytest.mark.usefixtures("_precision")
-@pytest.mark.parametrize("n", [5, 64])
-def test_torch_sdpa_in_fp64_is_within_its_own_error_of_the_truth(n: int) -> None:
-    q, k, v = qkv(1, 1, 1, n, n, n, n)
-    with sdpa_kernel(SDPBackend.MATH):
-        theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-    true, _ = enclosure(q[0, 0], k[0, 0], v[0, 0])
-    # SDPA multiplies q and k each by √scale, rounded: scale's 2u twice halved, √'s u and a product's u on each side.
-    own = q[0, 0].abs() @ k[0, 0].abs().T * n**-0.5 * 6 * U
-    theirs_bound = fp64_bounds(q[0, 0], k[0, 0], v[0, 0])[0] + 2 * own.amax(-1, keepdim=True) * v.abs().max()
-    ours_far, theirs_far = (distances(x[0, 0], true) for x in (reference(q, k, v).out, theirs))
-    print(f"n = d = {n}: truth {float(ours_far.max()):.2e}, SDPA {float(theirs_far.max()):.2e}")
-    assert bool((theirs_far <= theirs_bound).all())
-    apart = (reference(q, k, v).out - theirs)[0, 0].abs()
-    assert bool((apart <= ours_far + theirs_far).all())
 
 
 # --- relations that need no tolerance -----------------------------------------------------------------------------

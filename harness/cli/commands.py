@@ -93,7 +93,7 @@ def report(path: Path, out: Path | None, throughput: Path | None) -> int:
         raise ValueError(
             f"{path} does not exist; give a records file, or make one with `python -m harness run`"
         )
-    return report_records(read_records(path), out or path.parent)
+    return report_records(read_records(path), out or path.parent, source=path)
 
 
 @cli.command(short_help="Compare with a stored baseline.")
@@ -102,24 +102,37 @@ def report(path: Path, out: Path | None, throughput: Path | None) -> int:
 @click.option("--baseline", type=FILE, default=Path("reports/baselines/smoke.jsonl"), show_default=True)
 @click.option("--update", is_flag=True, help="Write the baseline instead of comparing.")
 def gate(stored: Path | None, baseline: Path, update: bool, **chosen: Any) -> int:
-    """Compare with a stored baseline (of `--cases smoke` by default); exit 1 with a line for each regression."""
+    """Compare with a stored baseline (of `--cases smoke` by default); exit 1 with a line for each regression.
+
+    Cells of the baseline that --cases, --only, -i or -r leave out are not compared.
+    """
     from harness.files import write_atomically
-    from harness.gate import compare, make_baseline, read_baseline
+    from harness.gate import compare, make_baseline, read_baseline, scope
 
     if not update:
         held = read_baseline(baseline)  # before anything runs: a missing baseline is wrong usage
+    if stored is not None and not stored.exists():
+        raise ValueError(f"{stored} does not exist; make one with `python -m harness run`")
+    given = {name: bool(chosen[name]) for name in ("cases", "recipes")}
     chosen["cases"] = chosen["cases"] or ("smoke",)
-    if stored is not None:
-        records = read_records(stored)
+    selection = select(**chosen)
+    selected = scope(
+        selection.cases if given["cases"] else None,
+        chosen["only"],
+        chosen["implementations"],
+        [r.name for r in selection.recipes] if given["recipes"] else (),
+    )
+    if stored is None:
+        records = run_cells(LATEST.with_name("gate") / RECORDS, selection, False)
     else:
-        records = run_cells(LATEST.with_name("gate") / RECORDS, select(**chosen), False)
+        records = [r for r in read_records(stored) if selected(r.group_key)]
     if not records:
-        return nothing_ran()
+        return nothing_ran("" if stored is None else f"{stored} holds no selected records")
     if update:
         write_atomically(baseline, make_baseline(records))
         click.echo(f"{baseline}: written from {len(records)} records")
         return 0
-    outcome = compare(records, held)
+    outcome = compare(records, held, selected)
     click.echo(outcome.text, nl=False)
     return outcome.exit_code
 

@@ -13,6 +13,7 @@ class RunFailed(click.ClickException):
     exit_code = FAILURE
 
 
-def nothing_ran() -> int:
-    click.echo("nothing ran: the selection is empty, or every cell was refused or inconclusive", err=True)
+def nothing_ran(why: str = "") -> int:
+    why = why or "the selection is empty, or every cell was refused or inconclusive"
+    click.echo(f"nothing ran: {why}", err=True)
     return NOTHING_RAN

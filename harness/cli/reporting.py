@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,17 +18,18 @@ from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status
 
 
-def report_records(records: list[Record], out: Path, shown: bool = True) -> int:
-    """Write the report into `out`, print it, and judge the run."""
-    from harness.report import to_text, write_report
+def report_records(records: list[Record], out: Path, shown: bool = True, source: Path | None = None) -> int:
+    """Write the report into `out`, print it, and judge the run. `source`: the file the records come from."""
+    from harness.report import latest, to_text, write_report
 
     if not records:
-        return nothing_ran()
-    reviewed = _reviewed(records)
+        return nothing_ran("" if source is None else f"{source} holds no records")
+    gc.freeze()  # or every collection walks through all records again
+    reviewed = _reviewed(latest(records))
     made = write_report(records, reviewed, out)
     if shown:
         click.echo(to_text(made))
-    click.echo(f"written: {out / 'report.md'}, cells.csv, hazards.csv")
+    click.echo(f"written: {out / 'report.md'}, cells.csv, cases.csv, hazards.csv")
     if not reviewed.ok:
         return FAILURE
     ran = any(r.status not in (Status.REFUSED, Status.INCONCLUSIVE) for r in records)
@@ -41,7 +43,7 @@ def report_throughput(path: Path, out: Path) -> int:
 
     timings = read_timings(path)
     if not timings:
-        return nothing_ran()
+        return nothing_ran(f"{path} holds no benchmarks")
     write_atomically(out / "throughput.md", timings_markdown(timings))
     click.echo(timings_text(timings))
     click.echo(f"written: {out / 'throughput.md'}")

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 from harness.records import Record, Status, pooled_rms
 from harness.report.words import clean
 
-SCHEMA = "1.0"
+SCHEMA = "1.1"
 UPDATE = "python -m harness gate --update"
 
 Key = tuple[str, str, str]
@@ -29,7 +29,10 @@ Key = tuple[str, str, str]
 class Pooled:
     """One cell over its seeds. `status` counts seeds. The figures are None where no seed gave an output and
     NaN or Inf where one seed's is; `mismatches` counts elements of the wrong class; `hazards` the observed
-    ones by kind. `recipe_digest` and `inputs` are hashes that tell whether the same thing was measured."""
+    ones by kind. `recipe_digest` and `inputs` are hashes that tell whether the same thing was measured.
+
+    Since schema 1.1: `precision` counts seeds, `ratio` is error ÷ expected, None where nothing was judged. `diagnosis`
+    is the first that a seed has; a baseline holds none."""
 
     case: str
     implementation: str
@@ -45,6 +48,9 @@ class Pooled:
     isa: str
     recipe_digest: str
     inputs: str
+    precision: Mapping[str, int] = field(default_factory=dict)
+    ratio: float | None = None
+    diagnosis: str = field(default="", compare=False)
     schema: str = SCHEMA
 
     @property
@@ -95,7 +101,7 @@ def _pool(records: Sequence[Record]) -> Pooled:
     kinds = Counter(h.kind.value for r in records for h in r.hazards if h.source == "observed")
     pooled = Pooled(
         *records[0].group_key,
-        status={s.value: n for s in Status if (n := sum(r.status is s for r in records))},
+        status=_counts(r.status for r in records),
         rmse=_rms(e.rmse for e in errors),
         rel_l2=_rms(e.rel_l2 for e in errors),
         truth_rms=_rms(e.truth_rms for e in errors),
@@ -106,10 +112,18 @@ def _pool(records: Sequence[Record]) -> Pooled:
         isa="+".join(sorted({r.machine.isa for r in records})),
         recipe_digest=_hash(r.recipe_digest for r in records),
         inputs=_hash(r.inputs_hash for r in records),
+        precision=_counts(r.precision for r in records),
+        ratio=_rms(r.margins.ratio for r in records if r.margins is not None),
+        diagnosis=next((str(r.diagnosis) for r in records if r.diagnosis is not None), ""),
     )
     if len(set(pooled.seeds)) < len(pooled.seeds):
         raise ValueError(f"{pooled} holds a seed twice; give the gate one run on one device at a time")
     return pooled
+
+
+def _counts(found: Iterable[Status | None]) -> dict[str, int]:
+    met = Counter(found)
+    return {s.value: met[s] for s in Status if met[s]}
 
 
 def _rms(values: Iterable[float]) -> float | None:
@@ -123,7 +137,7 @@ def _hash(texts: Iterable[str]) -> str:
 
 def _line(cell: Pooled) -> str:
     # Strict JSON has no NaN: written as strings, as records do.
-    fields = {name: _plain(value) for name, value in vars(cell).items()}
+    fields = {name: _plain(value) for name, value in vars(cell).items() if name != "diagnosis"}
     return json.dumps(fields, ensure_ascii=False, allow_nan=False)
 
 

@@ -1,11 +1,12 @@
 """What counts as worse than the baseline.
 
 A cell has regressed when
-1. for some status, more of its seeds ended there or worse (PASS, INCONCLUSIVE, REFUSED, FAIL, ERROR);
+1. for some status, more of its seeds ended there or worse (PASS, INCONCLUSIVE, REFUSED, FAIL, ERROR), or likewise for
+   the precision of its recipe (PASS, INCONCLUSIVE, FAIL) where both have one;
 2. its pooled rmse exceeds hypot(1.10·rmse_old, 0.05·u·truth_rms), with u the output format's unit roundoff;
 3. its rmse was finite and no longer is, or more than 1.10 times as many elements have the wrong class;
 4. a kind of hazard is observed that was not;
-5. the run no longer has it.
+5. the run no longer has it, though it was selected.
 
 Why 1.10: the same code differs by up to 3 % in RMSE between ISAs, which sum in another order. Why the second
 term: where nearly all elements are exact, rmse is a few that round the other way, and doubles by chance.
@@ -22,14 +23,17 @@ from dataclasses import dataclass
 
 from harness.formats import get_format
 from harness.gate.baseline import UPDATE, Key, Pooled, pool_records
+from harness.gate.scope import ALL, Selected
 from harness.recipe import get_recipe
 from harness.records import Record, Status
-from harness.report.words import clean
+from harness.report.words import clean, clip
 
 HEADROOM = 1.10
 FLOOR = 0.05
+_DIAGNOSIS = 300  # characters
 # From best to worst: to refuse is worse than to be unsure, and better than to be wrong.
 _ORDER = (Status.PASS, Status.INCONCLUSIVE, Status.REFUSED, Status.FAIL, Status.ERROR)
+_PRECISION = (Status.PASS, Status.INCONCLUSIVE, Status.FAIL)
 _TELLING = (Status.PASS, Status.FAIL, Status.ERROR)  # the others say nothing about the numbers
 
 
@@ -37,7 +41,7 @@ _TELLING = (Status.PASS, Status.FAIL, Status.ERROR)  # the others say nothing ab
 class Outcome:
     """What the comparison found, a line each. `compared` cells stand in both; `told` of them ended, in this
     run, in PASS, FAIL or ERROR for some seed. Vanished cells are among the regressions too, unless nothing
-    was compared."""
+    was compared; those of the baseline that were not selected are counted in a note alone."""
 
     compared: int
     told: int
@@ -66,12 +70,14 @@ class Outcome:
         return "\n".join([*lines, *(f"note: {line}" for line in self.notes)]) + "\n"
 
 
-def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled]) -> Outcome:
-    """Compare a run with a baseline by the rules above.
+def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled], selected: Selected = ALL) -> Outcome:
+    """Compare what is selected of a run and of a baseline by the rules above.
 
     Raises ValueError, in one line, where a cell's seeds differ from the baseline's or hold one twice.
     """
-    run = pool_records(records)
+    run = pool_records(r for r in records if selected(r.group_key))
+    outside = sum(not selected(key) for key in baseline)
+    baseline = {key: cell for key, cell in baseline.items() if selected(key)}
     pairs = [(run[key], baseline[key]) for key in sorted(run) if key in baseline]
     regressions: list[str] = []
     improvements: list[str] = []
@@ -90,7 +96,7 @@ def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled]) -> Outcom
         improvements=tuple(improvements),
         new=tuple(str(run[key]) for key in sorted(run) if key not in baseline),
         vanished=vanished,
-        notes=_notes(pairs),
+        notes=(*_notes(pairs), *([f"{outside} cells of the baseline were not selected"] if outside else [])),
     )
 
 
@@ -105,9 +111,10 @@ def _changes(new: Pooled, old: Pooled) -> tuple[list[str], list[str]]:
     """What got worse, what got better."""
     worse: list[str] = []
     better: list[str] = []
-    more = [_at_least(new, rank) - _at_least(old, rank) for rank in range(1, len(_ORDER))]
-    if any(more):
-        (worse if max(more) > 0 else better).append(f"status {_counts(old)} → {_counts(new)}")
+    for name, order in (("status", _ORDER), ("precision", _PRECISION)):
+        change = _worsened(getattr(new, name), getattr(old, name), order)
+        if change and (name == "status" or (new.precision and old.precision)):
+            (worse if change > 0 else better).append(_status(name, new, old))
     if _exceeds(new, old):
         worse.append(_figures(new, old))
     elif _exceeds(old, new):
@@ -116,16 +123,28 @@ def _changes(new: Pooled, old: Pooled) -> tuple[list[str], list[str]]:
         worse.append(f"elements of the wrong class: {old.mismatches} → {new.mismatches}")
     for kind in sorted(set(new.hazards) - set(old.hazards)):
         worse.append(f"{kind} observed {new.hazards[kind]} times, never in the baseline")
+    if worse and new.diagnosis:
+        worse[0] += f": {clean(clip(new.diagnosis, _DIAGNOSIS))}"
     return worse, better
 
 
-def _at_least(cell: Pooled, rank: int) -> int:
-    """Seeds whose status is at least as bad as `_ORDER[rank]`."""
-    return sum(cell.status.get(s.value, 0) for s in _ORDER[rank:])
+def _worsened(new: Mapping[str, int], old: Mapping[str, int], order: Sequence[Status]) -> int:
+    """Positive where, for some status, more seeds ended there or worse; negative where only fewer did."""
+    more = [
+        sum(new.get(s.value, 0) - old.get(s.value, 0) for s in order[rank:]) for rank in range(1, len(order))
+    ]
+    return max(more) if max(more) > 0 else min(more)
 
 
-def _counts(cell: Pooled) -> str:
-    return " ".join(f"{name} {n}" for name, n in cell.status.items())
+def _status(name: str, new: Pooled, old: Pooled) -> str:
+    told = f"{name} {_counts(getattr(old, name))} → {_counts(getattr(new, name))}"
+    if name == "status" and not (new.ratio is None and old.ratio is None):
+        told += f" (error ÷ expected {_arrow(old.ratio, new.ratio)})"
+    return told
+
+
+def _counts(met: Mapping[str, int]) -> str:
+    return " ".join(f"{name} {n}" for name, n in met.items())
 
 
 def _exceeds(new: Pooled, old: Pooled) -> bool:
@@ -149,7 +168,10 @@ def _roundoff(recipe: str) -> float:
 
 
 def _figures(new: Pooled, old: Pooled) -> str:
-    return f"rmse {_arrow(old.rmse, new.rmse)}, rel_l2 {_arrow(old.rel_l2, new.rel_l2)}"
+    told = f"rmse {_arrow(old.rmse, new.rmse)}, rel_l2 {_arrow(old.rel_l2, new.rel_l2)}"
+    if new.ratio is None and old.ratio is None:
+        return told
+    return f"{told}, error ÷ expected {_arrow(old.ratio, new.ratio)}"
 
 
 def _arrow(old: float | None, new: float | None) -> str:

@@ -12,18 +12,20 @@ from pathlib import Path
 from harness.deviations import Review
 from harness.files import write_atomically
 from harness.records import Record
-from harness.report.csv_files import cells_csv, hazards_csv
+from harness.report.csv_files import cases_csv, cells_csv, hazards_csv
 from harness.report.markdown import to_markdown
 from harness.report.model import Report
-from harness.report.tables import summary
+from harness.report.tables import latest, summary
 from harness.report.text import to_text
 from harness.report.throughput import Timing, read_timings, timings_markdown, timings_text
 
 __all__ = [
     "Report",
     "Timing",
+    "cases_csv",
     "cells_csv",
     "hazards_csv",
+    "latest",
     "read_timings",
     "summary",
     "timings_markdown",
@@ -35,11 +37,13 @@ __all__ = [
 
 
 def write_report(records: Iterable[Record], review: Review, folder: Path) -> Report:
-    """Write report.md, cells.csv and hazards.csv into `folder`, each whole or not at all. Returns what was
+    """Write report.md, cells.csv, cases.csv and hazards.csv into `folder`, each whole or not at all. Returns what was
     rendered."""
     records = list(records)
     report = summary(records, review)
+    records = latest(records)
     write_atomically(folder / "report.md", to_markdown(report))
     write_atomically(folder / "cells.csv", cells_csv(records, review))
+    write_atomically(folder / "cases.csv", cases_csv(records))
     write_atomically(folder / "hazards.csv", hazards_csv(records))
     return report

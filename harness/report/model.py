@@ -8,11 +8,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from harness.deviations import Deviation
-from harness.records import Errors, Hazard, HazardKind, Machine, MaskRow, Relation, Status, pooled_rms
+from harness.records import (
+    Errors,
+    Hazard,
+    HazardKind,
+    Machine,
+    Margins,
+    MaskRow,
+    Record,
+    Relation,
+    Status,
+    pooled_rms,
+)
 
 DECIDED = (
-    "Status is decided by classes alone: NaN and ±Inf stand where the stored truth has them."
-    " Error figures are shown, not yet judged."
+    "Status is the implementation's, against the stored truth: NaN and ±Inf in their places, the ceiling that no"
+    " correct run exceeds, the yardstick (error ÷ expected), the fault directions. Precision is the recipe's, against"
+    " the exact truth: what storing and rounding cost these inputs."
 )
 KNOWN = "known"
 # FAIL and ERROR count what no deviation explains, so that the words are disjoint and add up to all records.
@@ -42,13 +54,29 @@ class Pooled:
 def pool(errors: Iterable[Errors | None]) -> Pooled:
     """Pool what can be pooled and count what cannot; records without an output (None) are neither."""
     present = [e for e in errors if e is not None]
-    clean = [e.rel_l2 for e in present if not e.class_mismatch and math.isfinite(e.rel_l2)]
+    clean = [e.rel_l2 for e in present if math.isfinite(e.rel_l2) and not e.class_mismatch]
     return Pooled(pooled_rms(clean), len(clean), len(present) - len(clean))
+
+
+def pool_ratio(records: Iterable[Record]) -> float:
+    """Error ÷ expected by mean square, over the records whose error can be pooled too; NaN where none is judged."""
+    return finite_rms(
+        r.margins.ratio
+        for r in records
+        if r.margins is not None and r.errors is not None and not r.errors.class_mismatch
+    )
+
+
+def finite_rms(values: Iterable[float]) -> float:
+    """Of the finite ones; NaN when there are none."""
+    return pooled_rms(v for v in values if math.isfinite(v))
 
 
 @dataclass(frozen=True)
 class Headline:
-    """Counts over the whole run. `labels` pairs each of LABELS with its number of records."""
+    """Counts over the whole run. `labels` pairs each of LABELS with its number of records, `precision` each status of a
+    recipe with its number of (case, recipe), empty where no record has one. `repeated` records were left out: a later
+    one of the same cell and device stands for them."""
 
     records: int
     labels: tuple[tuple[str, int], ...]
@@ -58,18 +86,23 @@ class Headline:
     recipes: int
     seeds: int
     machines: tuple[Machine, ...]
+    precision: tuple[tuple[str, int], ...] = ()
+    repeated: int = 0
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A cell that failed and that no deviation explains. `seeds` of `of` seeds did."""
+    """A cell that failed and that no deviation explains. `seeds` of `of` seeds did. `source`: what `--cases` takes.
+    `diagnosis` is the first that one of them has, "" for none; `ratio` their largest error ÷ expected, NaN for none."""
 
     case: str
-    group: str
+    source: str
     implementation: str
     recipe: str
     status: Status
     reason: str
+    diagnosis: str
+    ratio: float
     traceback: str
     seeds: int
     of: int
@@ -80,17 +113,31 @@ class Failure:
 @dataclass(frozen=True)
 class Cell:
     """One implementation under one recipe, over the cases and seeds of a group. `labels`: the LABELS met
-    there. `flagged`: an observed hazard changed numbers (overflow, saturation, flush, non-finite)."""
+    there. `ratio`: its pooled error ÷ expected. `flagged`: an observed hazard changed numbers (overflow, saturation,
+    flush, non-finite)."""
 
     kernel: Pooled
-    total: Pooled
+    ratio: float
     labels: frozenset[str]
     flagged: bool
 
 
 @dataclass(frozen=True)
+class Cost:
+    """What a recipe costs the inputs of a group, over its cases and seeds and the implementations that did not fail,
+    where there are any. `floor`: what it would with ideal scales. `failing` of `cases` cases have precision FAIL with
+    every implementation; `inconclusive` ones have no answer."""
+
+    total: Pooled
+    floor: float
+    cases: int
+    failing: int
+    inconclusive: int
+
+
+@dataclass(frozen=True)
 class GroupTable:
-    """`cells[i][j]` is implementation i under recipe j, None where nothing ran."""
+    """`cells[i][j]` is implementation i under recipe j, None where nothing ran; `costs[j]` what recipe j costs."""
 
     group: str
     cases: int
@@ -98,24 +145,62 @@ class GroupTable:
     implementations: tuple[str, ...]
     recipes: tuple[str, ...]
     cells: tuple[tuple[Cell | None, ...], ...]
+    costs: tuple[Cost, ...]
 
 
 @dataclass(frozen=True)
 class WorstRow:
-    """One (case, implementation, recipe). `times_median`: its rel_l2 over the median of its recipe's cells.
-    `max_ulp`, `slope` and `bias_ulp` are those of the worst seed, `worst` is (b, h, i, c) of its largest
-    error."""
+    """One (case, implementation, recipe). `margins` are those of the seed with the largest error ÷ expected, None where
+    nothing was judged; `slope` and `bias_ulp` those of largest magnitude."""
 
     case: str
     implementation: str
     recipe: str
     label: str
     kernel: Pooled
-    times_median: float
-    max_ulp: float
-    worst: tuple[int, ...] | None
+    margins: Margins | None
     slope: float
     bias_ulp: float
+
+
+@dataclass(frozen=True)
+class CostlyRow:
+    """A case and a recipe whose precision is FAIL with every implementation. `reasons`: one of each kind."""
+
+    case: str
+    recipe: str
+    total: Pooled
+    floor: float
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class OwnLoss:
+    """Implementations that alone lose what others under the same recipe do not, in so many (case, recipe)."""
+
+    implementations: tuple[str, ...]
+    cells: int
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """The largest of the smallest shrinks (scales) that the inputs of a group can show, and where; NaN where none was
+    looked for."""
+
+    group: str
+    shrink: float
+    shrink_at: str
+    scale: float
+    scale_at: str
+
+
+@dataclass(frozen=True)
+class Doubt:
+    """A reason why inputs cannot tell right from wrong, and each case with its number of cells."""
+
+    reason: str
+    cells: int
+    cases: tuple[tuple[str, int], ...]
 
 
 @dataclass(frozen=True)
@@ -201,6 +286,10 @@ class Report:
     problems: tuple[str, ...]
     groups: tuple[GroupTable, ...]
     worst: tuple[WorstRow, ...]
+    costly: tuple[CostlyRow, ...]
+    own_losses: tuple[OwnLoss, ...]
+    unseen: tuple[Unseen, ...]
+    doubts: tuple[Doubt, ...]
     hazards: tuple[HazardRow, ...]
     lies: tuple[LyingMask, ...]
     relations: tuple[RelationRow, ...]

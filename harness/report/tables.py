@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from harness.deviations import Review
 from harness.formats import get_format
 from harness.recipe import recipes
-from harness.records import Errors, Hazard, HazardKind, Record, Status
+from harness.records import Errors, Hazard, HazardKind, Margins, Record, Status
 from harness.report.model import (
     KNOWN,
     LABELS,
@@ -25,6 +26,18 @@ from harness.report.model import (
     Report,
     WorstRow,
     pool,
+    pool_ratio,
+)
+from harness.report.precision import (
+    CaseRecipe,
+    Precision,
+    cost,
+    costly,
+    counts,
+    doubts,
+    own_losses,
+    precisions,
+    unseen,
 )
 from harness.report.related import lying_masks, relation_rows
 
@@ -44,18 +57,25 @@ GroupKey = tuple[str, str, str]
 
 
 def summary(records: Iterable[Record], review: Review) -> Report:
-    """What the records show, sorted by the review into known and unexpected failures."""
-    records = list(records)
+    """What the records show, sorted by the review into known and unexpected failures. Of records of the same cell and
+    device the last stands for all."""
+    given = list(records)
+    records = latest(given)
     known = frozenset(_identity(r) for r, _ in review.known)
+    precise = precisions(records)
     by_key: dict[GroupKey, list[Record]] = defaultdict(list)
     for record in records:
         by_key[record.group_key].append(record)
     return Report(
-        headline=_headline(records, known),
-        failures=_failures(review.unexpected, by_key),
+        headline=_headline(records, known, counts(precise), len(given) - len(records)),
+        failures=_failures(_current(review.unexpected, records), by_key),
         problems=problems(review),
-        groups=_groups(records, known),
+        groups=_groups(records, known, precise),
         worst=_worst(by_key, known),
+        costly=costly(precise),
+        own_losses=own_losses(precise),
+        unseen=unseen(records),
+        doubts=doubts(records),
         hazards=_hazards(records),
         lies=lying_masks(records),
         relations=relation_rows(records),
@@ -63,6 +83,17 @@ def summary(records: Iterable[Record], review: Review) -> Report:
         refusals=_refusals(records),
         known=tuple(KnownRow(d, n) for d, n in Counter(d for _, d in review.known).items()),
     )
+
+
+def latest(records: Sequence[Record]) -> list[Record]:
+    """Without those that a later one of the same cell and device replaces, in the order of their first."""
+    return list({_identity(r): r for r in records}.values())
+
+
+def _current(failed: Iterable[Record], records: Sequence[Record]) -> list[Record]:
+    """Those that no later record replaces."""
+    status = {_identity(r): r.status for r in records}
+    return [r for r in latest(tuple(failed)) if status.get(_identity(r), r.status) is r.status]
 
 
 def problems(review: Review) -> tuple[str, ...]:
@@ -81,17 +112,24 @@ def _label(record: Record, known: frozenset[Identity]) -> str:
     return KNOWN if failing and _identity(record) in known else record.status.value
 
 
-def _headline(records: Sequence[Record], known: frozenset[Identity]) -> Headline:
-    counts = Counter(_label(r, known) for r in records)
+def _headline(
+    records: Sequence[Record],
+    known: frozenset[Identity],
+    precision: tuple[tuple[str, int], ...],
+    repeated: int,
+) -> Headline:
+    met = Counter(_label(r, known) for r in records)
     return Headline(
         records=len(records),
-        labels=tuple((label, counts[label]) for label in LABELS),
+        labels=tuple((label, met[label]) for label in LABELS),
         groups=len({r.group for r in records}),
         cases=len({r.case for r in records}),
         implementations=len({r.implementation for r in records}),
         recipes=len({r.recipe for r in records}),
         seeds=len({r.seed for r in records}),
         machines=tuple(dict.fromkeys(r.machine for r in records)),
+        precision=precision,
+        repeated=repeated,
     )
 
 
@@ -104,24 +142,43 @@ def _failures(unexpected: Iterable[Record], by_key: dict[GroupKey, list[Record]]
     for (key, status), failed in cells.items():
         first = failed[0]
         last_line = first.traceback.strip().rpartition("\n")[2]
-        reason = "; ".join(first.reasons) or last_line or status.advice
         of = max(len(by_key.get(key, ())), len(failed))
-        needed = 1 + max(r.seed for r in failed)  # --seeds N runs the seeds 0 … N − 1
-        place = (first.case, first.group, first.implementation, first.recipe)
+        judged = _largest(r.margins for r in failed)
         found.append(
-            Failure(*place, status, reason, first.traceback, len(failed), of, needed, first.machine.device)
+            Failure(
+                case=first.case,
+                source=first.source or first.group,
+                implementation=first.implementation,
+                recipe=first.recipe,
+                status=status,
+                reason="; ".join(first.reasons) or last_line or status.advice,
+                diagnosis=next((str(r.diagnosis) for r in failed if r.diagnosis is not None), ""),
+                ratio=math.nan if judged is None else judged.ratio,
+                traceback=first.traceback,
+                seeds=len(failed),
+                of=of,
+                first_seeds=1 + max(r.seed for r in failed),  # --seeds N runs the seeds 0 … N − 1
+                device=first.machine.device,
+            )
         )
     return tuple(found)
 
 
-def _groups(records: Sequence[Record], known: frozenset[Identity]) -> tuple[GroupTable, ...]:
+def _groups(
+    records: Sequence[Record], known: frozenset[Identity], precise: Mapping[CaseRecipe, Precision]
+) -> tuple[GroupTable, ...]:
     by_group: dict[str, list[Record]] = defaultdict(list)
     for record in records:
         by_group[record.group].append(record)
-    return tuple(_group(name, members, known) for name, members in by_group.items())
+    return tuple(_group(name, members, known, precise) for name, members in by_group.items())
 
 
-def _group(name: str, records: Sequence[Record], known: frozenset[Identity]) -> GroupTable:
+def _group(
+    name: str,
+    records: Sequence[Record],
+    known: frozenset[Identity],
+    precise: Mapping[CaseRecipe, Precision],
+) -> GroupTable:
     cells: dict[tuple[str, str], list[Record]] = defaultdict(list)
     for record in records:
         cells[record.implementation, record.recipe].append(record)
@@ -129,9 +186,9 @@ def _group(name: str, records: Sequence[Record], known: frozenset[Identity]) -> 
     met = dict.fromkeys(r.recipe for r in records)
     columns = (*(r for r in recipes() if r in met), *(r for r in met if r not in recipes()))
     filled = tuple(tuple(_cell(cells.get((i, r), ()), known) for r in columns) for i in rows)
-    return GroupTable(
-        name, len({r.case for r in records}), len({r.seed for r in records}), rows, columns, filled
-    )
+    cases = dict.fromkeys(r.case for r in records)
+    costs = tuple(cost([p for case in cases if (p := precise.get((case, r)))]) for r in columns)
+    return GroupTable(name, len(cases), len({r.seed for r in records}), rows, columns, filled, costs)
 
 
 def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
@@ -139,7 +196,7 @@ def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
         return None
     return Cell(
         kernel=pool(r.errors for r in records),
-        total=pool(r.total_errors for r in records),
+        ratio=pool_ratio(records),
         labels=frozenset(_label(r, known) for r in records),
         flagged=any(_spoils(h) for r in records for h in r.hazards),
     )
@@ -152,37 +209,28 @@ def _spoils(hazard: Hazard) -> bool:
 
 
 def _worst(by_key: dict[GroupKey, list[Record]], known: frozenset[Identity]) -> tuple[WorstRow, ...]:
-    """Unexpected failures first, known ones last; then what cannot be pooled, then by distance from the
-    recipe's median: recipes differ by orders of magnitude, and the coarsest would fill the list."""
-    pooled = {key: pool(r.errors for r in members) for key, members in by_key.items()}
-    per_recipe: dict[str, list[float]] = defaultdict(list)
-    for (_, _, recipe), figure in pooled.items():
-        if figure.measured:
-            per_recipe[recipe].append(figure.rel_l2)
-    median = {recipe: statistics.median(values) for recipe, values in per_recipe.items()}
+    """Unexpected failures first, known ones last; then what cannot be pooled, then by error ÷ expected."""
     rows = []
     for key, members in by_key.items():
         errors = [r.errors for r in members if r.errors is not None]
         if errors:
             labels = {_label(r, known) for r in members}
             label = next((x for x in ("FAIL", "ERROR", KNOWN, "INCONCLUSIVE") if x in labels), "PASS")
-            times = _ratio(pooled[key].rel_l2, median.get(key[2], math.nan))
-            largest = max(errors, key=lambda e: _nan_first(e.max_abs))
             signed = _extreme(errors, "slope"), _extreme(errors, "bias_ulp")
-            ulp = _extreme(errors, "max_ulp")
-            rows.append(WorstRow(*key, label, pooled[key], times, ulp, largest.worst, *signed))
-    return tuple(sorted(rows, key=_urgency)[:WORST])
+            rows.append(WorstRow(*key, label, pool(errors), _largest(r.margins for r in members), *signed))
+    return tuple(heapq.nsmallest(WORST, rows, key=_urgency))
+
+
+def _largest(margins: Iterable[Margins | None]) -> Margins | None:
+    """Those of the largest error ÷ expected; NaN is larger than any."""
+    met = [m for m in margins if m is not None]
+    return max(met, key=lambda m: _nan_first(m.ratio), default=None)
 
 
 def _urgency(row: WorstRow) -> tuple[int, bool, float]:
     rank = {Status.FAIL.value: 0, Status.ERROR.value: 0, KNOWN: 2}.get(row.label, 1)
-    return rank, not row.kernel.left_out, -_nan_first(row.times_median)
-
-
-def _ratio(value: float, median: float) -> float:
-    if median == 0:
-        return math.inf if value > 0 else 1.0
-    return value / median
+    ratio = -1.0 if row.margins is None else _nan_first(row.margins.ratio)
+    return rank, not row.kernel.left_out, -ratio
 
 
 def _nan_first(value: float) -> float:

@@ -17,9 +17,10 @@ WIDTH = 100
 SHOWN = 25
 SHOWN_INPUTS = 60
 _REASON = 300  # characters of a reason
-_GAP = 2  # between columns of tabulate's "simple" format,
-_HEADER_PADDING = 2  # which also keeps a column this much wider than its header
+_GAP = 2  # between columns of tabulate's "plain" format
 _NARROWEST = 8
+_CASES = 12  # named for one reason
+_COSTLY = 3  # reasons of one case and recipe
 
 
 class _NameWrapper(textwrap.TextWrapper):
@@ -36,6 +37,8 @@ def to_text(report: Report) -> str:
         _problems,
         _groups,
         _worst,
+        _costly,
+        _unseen,
         _hazards,
         _lies,
         _relations,
@@ -55,19 +58,20 @@ def table(
 ) -> str:
     """A plain table within WIDTH. The columns `wrap` give way, the widest first; the others keep theirs."""
     lines = [list(headers), *(list(row) for row in rows)]
-    widths = [
-        max(_HEADER_PADDING + _width(h), *(_width(line[i]) for line in lines)) for i, h in enumerate(headers)
-    ]
+    widths = [max(_width(line[i]) for line in lines) for i in range(len(headers))]
     while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
         widest = max(wrap, key=lambda i: widths[i])
         if widths[widest] <= _NARROWEST:
             break
         widths[widest] -= 1
-    for row, line in enumerate(lines):
+    for line in lines:
         for i in wrap:
-            line[i] = _fold(line[i], widths[i] - (0 if row else _HEADER_PADDING))
+            if len(line[i]) > widths[i]:
+                line[i] = _fold(line[i], widths[i])
+    # Headers are lines like others: tabulate would keep a column two wider than its own.
+    lines.insert(1, ["-" * max(_width(line[i]) for line in lines) for i in range(len(headers))])
     align = ["right" if i in right else "left" for i in range(len(headers))]
-    return tabulate(lines[1:], headers=lines[0], tablefmt="simple", disable_numparse=True, colalign=align)
+    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=align)
 
 
 def _width(text: str) -> int:
@@ -93,7 +97,9 @@ def _more(total: int, where: str = "report.md", shown: int = SHOWN) -> list[str]
 
 def _headline(report: Report) -> list[str]:
     head = report.headline
-    lines = [*_paragraph(words.extent(head)), words.counts(head), *_paragraph(DECIDED)]
+    lines = [*_paragraph(words.extent(head)), words.counts(head)]
+    lines += [line for line in (words.precision(head), words.repeated(head)) if line]
+    lines += _paragraph(DECIDED)
     return lines + [line for m in head.machines for line in _paragraph(words.machine(m))]
 
 
@@ -102,7 +108,11 @@ def _failures(report: Report) -> list[str]:
         return []
     lines = [_title(f"Unexpected failures: {words.many(sum(f.seeds for f in report.failures), 'cell')}")]
     for failure in report.failures[:SHOWN]:
-        lines += [*_paragraph(_failure_line(failure)), *words.command_lines(words.command(failure), WIDTH)]
+        lines += _paragraph(_failure_line(failure))
+        if failure.diagnosis:
+            told = words.clip(words.clean(failure.diagnosis), _REASON)
+            lines += _paragraph(f"diagnosis: {told}", "  ")
+        lines += words.command_lines(words.command(failure), WIDTH)
     return lines + _more(len(report.failures))
 
 
@@ -110,7 +120,8 @@ def _failure_line(failure: Failure) -> str:
     """What failed, where and why, without the command."""
     f = failure
     place = f"{f.status.value} {f.case} · {f.implementation} · {f.recipe}"
-    return words.clean(f"{place} ({f.seeds} of {f.of} seeds, {f.device}): {words.clip(f.reason, _REASON)}")
+    seeds = f"({f.seeds} of {f.of} seeds, {f.device})"
+    return words.clean(f"{place} {seeds}{words.margin(f)}: {words.clip(f.reason, _REASON)}")
 
 
 def _problems(report: Report) -> list[str]:
@@ -127,35 +138,35 @@ def _groups(report: Report) -> list[str]:
         lines += [*_paragraph(f"{words.clean(group.group)} ({extent})"), *_grid(group), ""]
     if not lines:
         return []
-    legend = [line for entry in words.SHORT_LEGEND for line in _paragraph(entry)]
-    title = _title(
-        "rel_l2 against the stored and the exact truth, pooled over cases and seeds by mean square"
-    )
+    legend = [line for entry in words.LEGEND for line in _paragraph(entry)]
+    title = _title("Errors, pooled over cases and seeds by mean square")
     return [title, *legend, "", *lines[:-1]]
 
 
 def _grid(group: GroupTable) -> list[str]:
-    """Recipes down, implementations across, in as many blocks as the width asks for."""
-    names = [_fold(words.clean(name), 12) for name in group.recipes]
-    first = max(map(_width, names))
-    columns = [[words.both(row[j]) for j in range(len(group.recipes))] for row in group.cells]
-    heads = [_fold(words.clean(name), 13) for name in group.implementations]
+    """Recipes down, implementations and costs across, in as many blocks as the width asks for."""
+    names = [_fold(words.clean(name), 11) for name in group.recipes]
+    heads = [[_fold(words.clean(name), 11)] for name in group.implementations]
+    columns = [[[words.cell(row[j])] for j in range(len(names))] for row in group.cells]
+    # Total and floor stay side by side.
+    heads.append([*words.COST_HEADERS[:2]])
+    columns.append([words.short_cost(cost) for cost in group.costs])
     widths = [
-        max(_HEADER_PADDING + _width(head), *map(len, column))
+        sum(max(map(_width, cells)) + _GAP for cells in zip(head, *column, strict=True))
         for head, column in zip(heads, columns, strict=True)
     ]
     blocks: list[list[int]] = [[]]
-    room = WIDTH - first
+    first = room = WIDTH - max(map(_width, names))
     for j, width in enumerate(widths):
-        if blocks[-1] and room < width + _GAP:
+        if blocks[-1] and room < width:
             blocks.append([])
-            room = WIDTH - first
+            room = first
         blocks[-1].append(j)
-        room -= width + _GAP
+        room -= width
     out = []
     for block in blocks:
-        rows = [[name, *(columns[j][i] for j in block)] for i, name in enumerate(names)]
-        out.append(table(["", *(heads[j] for j in block)], rows, wrap=()))
+        rows = [[name, *(x for j in block for x in columns[j][i])] for i, name in enumerate(names)]
+        out.append(table(["", *(x for j in block for x in heads[j])], rows, wrap=()))
     return "\n\n".join(out).split("\n")
 
 
@@ -164,11 +175,43 @@ def _worst(report: Report) -> list[str]:
         return []
     headers = ["case, implementation, recipe", *words.WORST_HEADERS]
     rows = [
-        [f"{words.clean(w.case)}\n{words.clean(w.implementation)} · {words.clean(w.recipe)}", *words.worst(w)]
+        [
+            f"{w.label} {words.clean(w.case)}\n{words.clean(w.implementation)} · {words.clean(w.recipe)}",
+            *map("\n".join, words.worst(w)),
+        ]
         for w in report.worst
     ]
-    title = _title("Worst first: kernel error over the median of its recipe")
-    return [title, table(headers, rows, wrap=(0,), right=(2, 3, 4, 6, 7))]
+    title = _title("Worst first: kernel error ÷ what is expected of the recipe")
+    return [title, table(headers, rows, wrap=(0, 3, 4), right=(5,))]
+
+
+def _costly(report: Report) -> list[str]:
+    if not (report.costly or report.own_losses):
+        return []
+    rows = [[*words.costly(row), words.short_reasons(row, _COSTLY)] for row in report.costly[:SHOWN]]
+    lines = [_title("Recipes that cost too much here")]
+    if rows:
+        lines += [
+            *_paragraph(words.COSTLY_TOLD),
+            "",
+            table(words.COSTLY_HEADERS, rows, wrap=(0, 1, 4), right=(2, 3)),
+        ]
+    lines += _more(len(report.costly))
+    return lines + [line for row in report.own_losses for line in _paragraph(words.own_loss(row), "- ")]
+
+
+def _unseen(report: Report) -> list[str]:
+    if not (report.unseen or report.doubts):
+        return []
+    lines = [_title("What these inputs could not have shown")]
+    if report.unseen:
+        rows = [words.unseen(row) for row in report.unseen]
+        lines += [*_paragraph(words.UNSEEN_TOLD), "", table(words.UNSEEN_HEADERS, rows, wrap=(0, 2, 4))]
+    if report.doubts:
+        lines += ["", "INCONCLUSIVE, by reason, with the number of cells of each case:"]
+    for row in report.doubts[:SHOWN]:
+        lines += _paragraph(words.doubt(row, _CASES), "- ")
+    return lines + _more(len(report.doubts))
 
 
 def _hazards(report: Report) -> list[str]:

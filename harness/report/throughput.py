@@ -42,11 +42,13 @@ def read_timings(path: Path | str) -> tuple[Timing, ...]:
     """The benchmarks of a pytest-benchmark JSON file, in its order.
 
     Raises ValueError, in one line, for a file that is not one, or whose benchmarks lack this project's
-    extra_info; FileNotFoundError.
+    extra_info, or that is missing.
     """
     advice = "write one with pytest benchmarks/ --benchmark-json=FILE"
     try:
         stored = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path}: No such file; {advice}") from None
     except (ValueError, RecursionError):
         raise ValueError(f"{path} is not JSON; {advice}") from None
     entries = stored.get("benchmarks") if isinstance(stored, dict) else None

@@ -11,28 +11,45 @@ from harness.records import Machine, Status
 from harness.report.model import (
     KNOWN,
     Cell,
+    Cost,
+    CostlyRow,
+    Doubt,
     Failure,
     HazardRow,
     Headline,
     InputRow,
     KnownRow,
     LyingMask,
+    OwnLoss,
     Pooled,
     RelationRow,
+    Unseen,
     WorstRow,
 )
+from harness.report.precision import short as short_reason
 
 NONE = "–"
-WORST_HEADERS = ("", "rel_l2", "×median", "max ulp", "b,h,i,c", "slope", "bias ulp")
+WORST_HEADERS = (
+    "rel_l2",
+    "error ÷\nexpected",
+    "worst place,\nof its limit",
+    "largest\n|T|",
+    "slope,\nbias ulp",
+)
+COST_HEADERS = ("total", "floor", "precision")
+COSTLY_HEADERS = ("case", "recipe", "total", "floor", "why")
+UNSEEN_HEADERS = ("group", "shrink", "at", "scale", "at")
 HAZARD_HEADERS = ("kind", "stage", "recipe", "seen/pred", "bits", "share")
 RELATION_HEADERS = ("against", "equal bits", "rel_l2", "max ulp", "recipe")
 LIE_HEADERS = ("case", "added in", "rows", "first (b,h,i)", "shown", "meant", "effective")
 INPUT_HEADERS = ("case", "[B, H, L, D]", "Var(q·k)/D", "max |s|", "top prob")
-SHORT_LEGEND = (
-    "kernel error, then total error. F, E: some case failed or raised, and no deviation explains it · k: a listed"
-    " deviation explains it",
+LEGEND = (
+    "a cell: rel_l2 against the stored truth ×(error ÷ expected) · total: rel_l2 against the exact truth, of"
+    " implementations that did not fail, where there are any · floor: what it would be with ideal scales",
+    "F, E: some case failed or raised, and no deviation explains it · k: a listed deviation explains it · Fn after the"
+    " total: precision FAIL in n cases",
     f"! overflow, saturation, NaN, stagnation or lost probability was observed · {NONE} refused (alone, or in some"
-    " cases) · ? inconclusive in some cases",
+    " cases) · ? inconclusive in some cases · blank: not run",
     "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
 )
 _LETTERS = {Status.FAIL.value: "F", Status.ERROR.value: "E", KNOWN: "k", Status.INCONCLUSIVE.value: "?"}
@@ -44,11 +61,13 @@ LIES_TOLD = (
     "Rows whose bias hides by large finite numbers and leaves nothing else, once it is added to the scores in that"
     " format. Keys shown by masks and −∞, keys not hidden by such a number, keys that weigh anything."
 )
-LEGEND = (
-    "FAIL, ERROR: some case failed, and no deviation explains it · known: a listed deviation explains it",
-    "! overflow, saturation, NaN, stagnation or lost probability was observed on the way"
-    f" · {NONE} refused (after a figure: in some cases) · ? inconclusive in some cases · blank: not run",
-    "* NaN/Inf where the truth has none, or no finite figure, in some cases or seeds: left out of the figure",
+UNSEEN_TOLD = (
+    "The smallest shrink of the output and change of the softmax scale, relative, that each case could have shown; the"
+    " largest of these in a group, and where. Smaller faults pass unseen there."
+)
+COSTLY_TOLD = (
+    "Precision FAIL with every implementation: values were lost to the format, or the expected error against the exact"
+    " truth is more than 2 × the floor, what ideal scales would give."
 )
 
 
@@ -86,44 +105,80 @@ def pooled(value: Pooled) -> str:
     """The figure, with `*` where some records could not be pooled; a dash where nothing was measured."""
     if not value.measured:
         return "n/a*" if value.left_out else NONE
-    return figure(value.rel_l2) + "*" * bool(value.left_out)
+    return short(value.rel_l2) + "*" * bool(value.left_out)
 
 
-def cell(content: Cell | None, truth: str) -> str:
-    """What stands in a group's table: status word, figure, marks (LEGEND)."""
+def cell(content: Cell | None) -> str:
+    """Kernel error, error ÷ expected and marks, as short as a terminal wants it (LEGEND)."""
     if content is None:
         return ""
-    labels = content.labels
-    word = next((w for w in (Status.FAIL.value, Status.ERROR.value, KNOWN) if w in labels), "")
-    shown = pooled(content.kernel if truth == "kernel" else content.total)
-    if shown == NONE:
-        shown = "" if word or Status.INCONCLUSIVE.value in labels else NONE
-    marks = "!" * content.flagged + "?" * (Status.INCONCLUSIVE.value in labels)
-    if Status.REFUSED.value in labels and shown != NONE:
-        marks += NONE
-    return f"{word} {shown}{marks}".strip()
-
-
-def both(content: Cell | None) -> str:
-    """Kernel and total error and marks, as short as a terminal wants it (SHORT_LEGEND)."""
-    if content is None:
-        return ""
-    marks = "!" * content.flagged + "*" * bool(content.kernel.left_out or content.total.left_out)
+    marks = "!" * content.flagged + "*" * bool(content.kernel.left_out)
     marks += "".join(letter for label, letter in _LETTERS.items() if label in content.labels)
     marks += NONE * (Status.REFUSED.value in content.labels)
     if not content.kernel.measured:
         return marks
-    return f"{_short(content.kernel.rel_l2)} {_short(content.total.rel_l2)}{marks}"
+    return f"{short(content.kernel.rel_l2)} {times(content.ratio)}{marks}"
 
 
-def _short(value: float) -> str:
+def cost(content: Cost) -> list[str]:
+    """What stands under COST_HEADERS."""
+    answers = []
+    if content.failing:
+        answers.append(f"FAIL in {content.failing} of {many(content.cases, 'case')}")
+    if content.inconclusive:
+        answers.append(f"INCONCLUSIVE in {content.inconclusive}")
+    return [pooled(content.total), optional(content.floor), " · ".join(answers) or Status.PASS.value]
+
+
+def short_cost(content: Cost) -> list[str]:
+    """Total error with its mark, and the floor, for a terminal."""
+    total = NONE if not content.total.measured else short(content.total.rel_l2)
+    total += "*" * bool(content.total.left_out) + f" F{content.failing}" * bool(content.failing)
+    return [total, optional(content.floor)]
+
+
+def short(value: float) -> str:
     """`figure` without the exponent's leading zero: 1.9e-3."""
     return figure(value).replace("e-0", "e-").replace("e+0", "e+")
+
+
+def optional(value: float) -> str:
+    """A relative error; a dash for NaN."""
+    return NONE if math.isnan(value) else short(value)
+
+
+def times(value: float) -> str:
+    """How many times the expected error, two digits or three."""
+    if not math.isfinite(value):
+        return NONE if math.isnan(value) else "×inf"
+    if value < 999.5:
+        return f"×{value:.1f}" if value < 9.95 else f"×{value:.0f}"
+    return "×" + short(value).replace("e+", "e")
+
+
+def margin(failure: Failure) -> str:
+    """`, ×5.3 expected`; nothing where it was not judged."""
+    return "" if math.isnan(failure.ratio) else f", {times(failure.ratio)} expected"
 
 
 def counts(headline: Headline) -> str:
     """`PASS 10 · FAIL 2 · …`, zeros included: an absent word would not say that nothing failed."""
     return " · ".join(f"{label} {n}" for label, n in headline.labels)
+
+
+def precision(headline: Headline) -> str:
+    """The same of the recipes; nothing where no record was judged so."""
+    if not headline.precision:
+        return ""
+    return "precision, by case and recipe: " + " · ".join(f"{s} {n}" for s, n in headline.precision)
+
+
+def repeated(headline: Headline) -> str:
+    """Says that records were left out; nothing where none were."""
+    n = headline.repeated
+    if not n:
+        return ""
+    return f"{many(n, 'record')} left out: a later one of the same cell and device counts instead"
 
 
 def extent(headline: Headline) -> str:
@@ -145,7 +200,7 @@ def machine(m: Machine) -> str:
 
 def command(failure: Failure) -> tuple[str, ...]:
     """Words, unquoted, that repeat a failed cell."""
-    words = ["python", "-m", "harness", "run", "--cases", clean(failure.group)]
+    words = ["python", "-m", "harness", "run", "--cases", clean(failure.source)]
     words += ["--only", glob.escape(clean(failure.case)), "--implementations", clean(failure.implementation)]
     words += ["--recipes", clean(failure.recipe), "--seeds", str(failure.first_seeds)]
     return (*words, *(() if failure.device == "cpu" else ("--device", clean(failure.device))))
@@ -181,10 +236,53 @@ def _pieces(word: str, room: int) -> list[str]:
     return [shlex.quote(word[i : i + step]) for i in range(0, len(word), step)]
 
 
-def worst(row: WorstRow) -> list[str]:
-    """What stands under WORST_HEADERS."""
-    figures = [pooled(row.kernel), number(row.times_median), number(row.max_ulp), index(row.worst)]
-    return [row.label, *figures, signed(row.slope), signed(row.bias_ulp)]
+def statistic(value: float) -> str:
+    return f"{value:.1f}" if value < 999.95 else short(value)
+
+
+def worst(row: WorstRow) -> list[tuple[str, ...]]:
+    """What stands under WORST_HEADERS: a figure and, for most, what belongs to it."""
+    m = row.margins
+    judged: list[tuple[str, ...]] = [(NONE,)] * 3
+    if m is not None:
+        place, direction = clean(m.worst_at).replace(", ", ","), clean(m.direction)
+        t = (f"{statistic(m.statistic)} of {m.threshold:.1f}", direction) if direction else (NONE,)
+        judged = [(f"{m.ratio:.3g}", f"limit {m.limit:.3g}"), (f"{m.worst:.2g}", place), t]
+    return [(pooled(row.kernel),), *judged, (signed(row.slope), signed(row.bias_ulp))]
+
+
+def costly(row: CostlyRow) -> list[str]:
+    """What stands under COSTLY_HEADERS but the reasons."""
+    return [clean(row.case), clean(row.recipe), pooled(row.total), optional(row.floor)]
+
+
+def short_reasons(row: CostlyRow, limit: int) -> str:
+    """At most so many, without figures and places."""
+    more = f" (+ {len(row.reasons) - limit})" if len(row.reasons) > limit else ""
+    return "; ".join(clean(short_reason(r)) for r in row.reasons[:limit]) + more
+
+
+def own_loss(row: OwnLoss) -> str:
+    names = ", ".join(map(clean, row.implementations))
+    return f"in {row.cells} more (case, recipe), only with {names}: the algorithm loses what others keep"
+
+
+def unseen(row: Unseen) -> list[str]:
+    """What stands under UNSEEN_HEADERS."""
+    return [
+        clean(row.group),
+        optional(row.shrink),
+        clean(row.shrink_at),
+        optional(row.scale),
+        clean(row.scale_at),
+    ]
+
+
+def doubt(row: Doubt, limit: int) -> str:
+    """A reason and its cases with their numbers of cells, at most `limit` of them named."""
+    named = ", ".join(f"{clean(case)} ({n})" for case, n in row.cases[:limit])
+    more = f" … and {many(len(row.cases) - limit, 'case')} more" if len(row.cases) > limit else ""
+    return f"{clean(row.reason)}: {many(row.cells, 'cell')} in {named}{more}"
 
 
 def hazard(row: HazardRow) -> list[str]:

@@ -1,0 +1,80 @@
+"""One run of one implementation: what it gave, or how it failed to give anything."""
+
+from __future__ import annotations
+
+import math
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from harness import registry
+from harness.case import Case
+from harness.devices import synchronise
+from harness.hazards import RangeLedger, predict
+from harness.operands import Extras
+from harness.quantize import Stored
+from harness.recipe import Recipe
+from harness.records import Hazard, Relation, Status
+from harness.relations import relations
+from harness.spec import Shape
+from harness.truth import Truth
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one implementation gave on one case. PASS here says that there is a result to judge."""
+
+    status: Status
+    reasons: tuple[str, ...]
+    result: Any = None
+    hazards: tuple[Hazard, ...] = ()
+    traceback: str = ""
+    run_ms: float = math.nan
+    relations: tuple[Relation, ...] = ()
+
+
+def attempt(
+    case: Case, seed: int, device: torch.device, name: str, recipe: Recipe, stored: tuple[Stored, Stored, Stored],
+    extras: Extras, truth: Truth,
+) -> Outcome:  # fmt: skip
+    """Run one implementation. Whatever it raises becomes an ERROR with its traceback: it is under test."""
+    shape, spec = case.shape, case.spec
+    ledger = RangeLedger(shape, recipe)
+    start = time.perf_counter()
+    try:
+        implementation = registry.get(name)
+        if refused := implementation.refusals(spec, shape, recipe, extras.given):
+            return Outcome(Status.REFUSED, tuple(refused))
+        result = implementation.run_stored(stored, spec, recipe, extras, watch=ledger)
+        synchronise(device)
+        run_ms = 1e3 * (time.perf_counter() - start)
+        if wrong := _misshapen(result, shape):
+            return Outcome(Status.FAIL, wrong, run_ms=run_ms)
+        related: tuple[Relation, ...] = ()
+        if case.relations and seed == 0:  # what one draw shows, the others repeat
+            related = relations(name, result.out, stored, spec, recipe, extras, shape)
+    except Exception as error:
+        return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
+    foreseen = predict(truth, recipe, getattr(implementation, "subtracts_max", True))
+    hazards = (*foreseen, *ledger.hazards())
+    return Outcome(Status.PASS, (), result, hazards, run_ms=run_ms, relations=related)
+
+
+def _misshapen(result: Any, shape: Shape) -> tuple[str, ...]:
+    """What is wrong with a result before any of its numbers is looked at."""
+    out = shape.tensor("out")
+    wanted = {"out": out, "lse": out[:3]}
+    wrong = []
+    for name, size in wanted.items():
+        x = getattr(result, name, None)
+        if x is None and name == "lse":  # not every kernel gives one
+            continue
+        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+            got = str(x.dtype) if isinstance(x, torch.Tensor) else type(x).__name__
+            wrong.append(f"{name} is {got}, but should be a floating-point tensor {size}")
+        elif tuple(x.shape) != size:
+            wrong.append(f"{name} is {tuple(x.shape)}, but should be {size}")
+    return tuple(wrong)

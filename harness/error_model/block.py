@@ -1,0 +1,273 @@
+"""What all recipes of one storage share on a block of rows: scores, weights, and the products that errors ride on."""
+
+from __future__ import annotations
+
+import math
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.error_model.problem import CHUNK, NEGLIGIBLE, Heads, early
+from harness.formats import get_format
+from harness.recipe import Recipe
+
+
+class Block:
+    """Some rows of some heads against the keys they can see. Matrices `[n, R, K]` with R = G·rows, columns
+    `[n, R, 1]`, outputs `[n, R, E]`.
+
+    `d` = s − m and `p` are 0 where a key is hidden or weightless (`NEGLIGIBLE`). A row whose scores are not finite is
+    NaN throughout.
+    """
+
+    def __init__(self, heads: Heads, rows: slice) -> None:
+        self.heads, self.rows, self.p_ = heads, rows, heads.p
+        p = heads.p
+        self.group, self.width = p.shape.group, rows.stop - rows.start
+        self.keys, self.span = self._key_range(rows), self._key_range(slice(0, p.shape.q_len))
+        self.scale = p.spec.scale_for(p.shape.head_dim)
+        self.q = p.q[heads.part, :, rows].flatten(1, 2)
+        self.k = heads.k[:, self.keys]
+        self.o = p.out[heads.part, :, rows].flatten(1, 2)
+        self.kept: dict[object, tuple[Tensor, Tensor]] = {}  # what several pairs share
+        self._softmax()
+
+    def _softmax(self) -> None:
+        p, dtype = self.p_, self.p_.dtype
+        s = (self.q * self.scale) @ self.k.mT
+        self.bias = self._capped = self._lin = None
+        if p.spec.softcap is not None:
+            self._lin = s.to(dtype)
+            s = p.spec.softcap * torch.tanh(s / p.spec.softcap)
+            self._capped = s.to(dtype)
+        if p.extras.bias is not None:
+            self._lin = s.to(dtype) if self._lin is None else self._lin
+            self._capped = s.to(dtype) if self._capped is None else self._capped
+            bias = self._pick(p.extras.bias).double()
+            self.bias = torch.where(bias == -math.inf, 0.0, bias).to(dtype)
+            s = s + bias
+        self._hide(s)
+        top = s.amax(-1, keepdim=True) if s.shape[-1] else s.new_full((*s.shape[:-1], 1), -math.inf)
+        m, sink = top, None
+        if p.extras.sinks is not None:
+            sink = p.extras.sinks.double().view(p.shape.Hkv, -1)[self.heads.index % p.shape.Hkv]
+            sink = sink[:, :, None].expand(-1, -1, self.width).reshape(top.shape)
+            m = torch.maximum(top, sink)
+        self.empty = m == -math.inf
+        m = m.masked_fill(self.empty, 0.0)
+        d = s.sub_(m).to(dtype)
+        e = torch.exp(torch.nn.functional.threshold(d, NEGLIGIBLE, -math.inf))
+        self.far = d  # −∞ where hidden
+        self.d = torch.nn.functional.threshold(d, NEGLIGIBLE, 0.0)
+        self.m = m.to(dtype)
+        self.sink = None if sink is None else (sink - m).to(dtype)
+        self.sink_e = torch.zeros_like(self.m) if self.sink is None else torch.exp(self.sink)
+        self.l = e.sum(-1, keepdim=True) + self.sink_e
+        self.p = e.div_(self.l.masked_fill(self.l == 0, 1.0))
+        self.l.masked_fill_(self.empty, 1.0)
+        self.lse = self.m + self.l.log()
+
+    def _hide(self, s: Tensor) -> None:
+        """−∞ where hidden, in place; how many keys each row sees."""
+        hidden = self._hidden()
+        self.count = (
+            torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
+        )
+        if hidden is not None:
+            s.masked_fill_(hidden, -math.inf)
+            self.count -= hidden.sum(-1, keepdim=True)
+
+    @property
+    def lin(self) -> Tensor:
+        """scale·q·k; anything finite where a key is weightless."""
+        return self.d + self.m if self._lin is None else self._lin
+
+    @property
+    def capped(self) -> Tensor:
+        """The same after softcap."""
+        return self.d + self.m if self._capped is None else self._capped
+
+    @property
+    def plain(self) -> bool:
+        """Whether s = scale·q·k, without softcap and bias."""
+        return self._lin is None
+
+    @property
+    def alive(self) -> Tensor:
+        """Which keys weigh something, as numbers."""
+        return (self.p > 0).to(self.p.dtype)
+
+    def _key_range(self, rows: slice) -> slice:
+        p = self.p_
+        lens = [p.shape.S]
+        if p.extras.kv_lens is not None and p.spec.align == "bottom-right" and p.shape.batch:
+            lens = p.extras.kv_lens.tolist()
+        shifts = [p.spec.shift(p.shape.q_len, n) for n in lens]
+        start = 0 if p.spec.left is None else max(0, rows.start + min(shifts) - p.spec.left)
+        stop = p.shape.S if p.spec.right is None else rows.stop + max(shifts) + p.spec.right
+        start = min(start, p.shape.S)
+        return slice(start, max(start, min(stop, p.shape.S)))
+
+    def _pick(self, x: Tensor) -> Tensor:
+        """These heads, rows and keys of a broadcast `[B|1, H|1, L|1, S|1]`: `[n, R, K]`."""
+        p, keys = self.p_, self.keys.stop - self.keys.start
+        x = x if x.shape[2] == 1 else x[:, :, self.rows]
+        x = x if x.shape[3] == 1 else x[..., self.keys]
+        x = x.expand(p.shape.batch, p.shape.heads, self.width, keys)
+        x = x.reshape(p.shape.batch, p.shape.Hkv, self.group, self.width, keys)
+        return x[self.heads.index // p.shape.Hkv, self.heads.index % p.shape.Hkv].flatten(1, 2)
+
+    def _hidden(self) -> Tensor | None:
+        p, left, right = self.p_, self.p_.spec.left, self.p_.spec.right
+        hidden = None
+        if left is not None or right is not None or p.extras.kv_lens is not None:
+            i = torch.arange(self.rows.start, self.rows.stop, device=p.q.device)[:, None]
+            j = torch.arange(self.keys.start, self.keys.stop, device=p.q.device)
+            n: Tensor | int = p.shape.S
+            if p.extras.kv_lens is not None:
+                n = p.extras.kv_lens.view(-1, 1, 1, 1)
+            at = i + (n - p.shape.q_len) if p.spec.align == "bottom-right" else i
+            hidden = j >= n
+            if right is not None:
+                hidden = hidden | (j > at + right)
+            if left is not None:
+                hidden = hidden | (j < at - left)
+            hidden = hidden[(None,) * (4 - hidden.dim())]
+        for given, shown in ((p.extras.mask, None), (p.extras.bias, -math.inf)):
+            if given is not None:
+                more = ~given if shown is None else given == shown
+                x = self._pick(more)
+                hidden = x if hidden is None else self._as_matrix(hidden) | x
+        return None if hidden is None else self._as_matrix(hidden)
+
+    def _as_matrix(self, x: Tensor) -> Tensor:
+        """A mask of positions, which holds these rows and keys alone, as `[n, R, K]` or what broadcasts to it."""
+        if x.dim() == 3:
+            return x
+        if x.shape[0] == 1 and self.group == 1:
+            return x[0]
+        x = x.expand(self.p_.shape.batch, 1, *x.shape[2:])[self.heads.index // self.p_.shape.Hkv]
+        return x.expand(-1, self.group, self.width, -1).flatten(1, 2)
+
+    def leaves(self, recipe: Recipe) -> Tensor:
+        """Rows `[n, R, 1]` in which a score may be more than its format holds: nothing is promised there."""
+        key = ("leaves", recipe.format_of("scores_raw"), recipe.format_of("scores"))
+        if key not in self.kept:
+            self.kept[key] = (self._leaves(recipe), self.m)
+        return self.kept[key][0]
+
+    def _leaves(self, recipe: Recipe) -> Tensor:
+        never = torch.zeros_like(self.empty)
+        raw, stored = (get_format(recipe.format_of(s)) for s in ("scores_raw", "scores"))
+        if self.scale == 0 or not self.p.shape[-1]:
+            return never
+        q, k = self._finite_qk
+        factor = self._code_scale()
+        within = (
+            self.length_bound / (abs(self.scale) * factor) if factor != 0 else self.length_bound * math.inf
+        )
+        if bool((within < 0.99 * raw.max).all()) and bool((self.length_bound < 0.99 * stored.max).all()):
+            return never  # by Cauchy and Schwarz, whatever the signs
+        size = (q @ k.mT).abs().masked_fill(self.hidden_keys(), 0.0).amax(-1, keepdim=True)
+        return (size / (abs(self.scale) * factor) > 0.999 * raw.max) | (size > 0.999 * stored.max)
+
+    def _code_scale(self) -> float:
+        """The least product of the scales of q and k: codes are that much larger than values, or less."""
+        product = 1.0
+        for name in "qk":
+            x = self.heads.scale(name)
+            if x is not None and self.heads.scales_rows(name):
+                product *= float(x.min())
+        return product
+
+    def hidden_keys(self) -> Tensor:
+        """Hidden pairs as a mask that broadcasts to `[n, R, K]`."""
+        hidden = self._hidden()
+        return torch.zeros((), dtype=torch.bool, device=self.d.device) if hidden is None else hidden
+
+    @cached_property
+    def p2(self) -> Tensor:
+        return self.p * self.p
+
+    @cached_property
+    def top(self) -> Tensor:
+        """Index of each row's heaviest key `[n, R, 1]`."""
+        return self.p.argmax(-1, keepdim=True)
+
+    @cached_property
+    def _finite_qk(self) -> tuple[Tensor, Tensor]:
+        dtype = self.p_.dtype
+        q = self.q * self.scale
+        return torch.where(torch.isfinite(q), q, 0.0).to(dtype), torch.where(
+            torch.isfinite(self.k), self.k, 0.0
+        ).to(dtype)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        """scale²·Σ_c g_c q_c²k_c², g from `early`."""
+        q, k = self._finite_qk
+        at = torch.arange(q.shape[-1], dtype=q.dtype, device=q.device)
+        return (q * q * early(at % CHUNK / min(CHUNK, max(q.shape[-1], 1)))) @ (k * k).mT
+
+    @cached_property
+    def absolute(self) -> Tensor:
+        """scale·|q|·|k|."""
+        q, k = self._finite_qk
+        return q.abs() @ k.abs().mT
+
+    @cached_property
+    def length_bound(self) -> Tensor:
+        """‖scale·q‖·max ‖k‖ ≥ scale·|q|·|k|, of a row."""
+        bound: Tensor = (
+            torch.linalg.vector_norm(self._finite_qk[0], dim=-1, keepdim=True) * self.heads.longest
+        )
+        return bound
+
+    @cached_property
+    def weight_square(self) -> Tensor:
+        """Σ_j g_j p_j² v_jc², g from `early`."""
+        n = self.count.to(self.p.dtype).clamp(min=1.0)
+        at = torch.arange(self.p.shape[-1], dtype=n.dtype, device=n.device) % CHUNK
+        return self.about(self.p2 * early(at / (n / torch.ceil(n / CHUNK))), None)
+
+    @cached_property
+    def gross(self) -> Tensor:
+        """Σ_j |v_jc| and Σ_j v_jc² over all keys, hidden ones too: what weightless keys can add."""
+        return torch.stack([x.sum(1, keepdim=True).double() for x in (self.heads.abs_v, self.heads.squares)])
+
+    @cached_property
+    def p2_sum(self) -> Tensor:
+        return self.p2.sum(-1, keepdim=True)
+
+    def about(self, w: Tensor, point: Tensor | None) -> Tensor:
+        """Σ_j w_j (v_jc − point_c)² in FP64 for w ≥ 0; `point` None is 0. The heaviest key is taken apart: where
+        point ≈ v of that key the expanded square would cancel."""
+        v = self.heads
+        if point is None:
+            return (w @ v.squares[:, self.keys]).double()
+        at = point - v.centre
+        if w.shape[-1]:
+            own = w.gather(-1, self.top).double()
+            w = w.scatter(-1, self.top, 0.0)
+            values = v.v[:, self.keys].gather(1, self.top.expand(-1, -1, self.o.shape[-1]))
+            apart = own * (values - point) ** 2
+        else:
+            apart = torch.zeros_like(self.o)
+        first, second, mass = torch.split(
+            (w @ v.moments[:, self.keys]).double(), [self.o.shape[-1]] * 2 + [1], -1
+        )
+        return apart + (first - 2 * at * second + at * at * mass).clamp_(min=0.0)
+
+    def shift(self, w: Tensor, point: Tensor | None) -> Tensor:
+        """Σ_j w_j (v_jc − point_c)."""
+        v = self.heads
+        at = v.centre if point is None else v.centre - point
+        return (w @ v.low[:, self.keys]).double() + at * w.sum(-1, keepdim=True).double()
+
+    def column(self, x: Tensor | None) -> Tensor | None:
+        """A scale of q for these rows: `[n, R|1, 1]`."""
+        if x is None:
+            return None
+        x = x if x.shape[2] == 1 else x[:, :, self.rows]
+        return x.expand(-1, -1, self.width, -1).flatten(1, 2)

@@ -1,0 +1,92 @@
+"""One call to be modelled, and the parts it is worked on in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.operands import Extras
+from harness.spec import AttentionSpec, Shape
+
+ELEMENTS = 2**20  # of one [rows, keys] buffer; about eight live at a time
+NEGLIGIBLE = (
+    -40.0
+)  # e^-40 = 4e-18 of the largest weight: below it a key is taken for weightless, its error for 0
+CHUNK = 192  # keys or channels that a CPU SGEMM sums in sequence before it adds the chunk's sum (MKL)
+
+
+def early(t: Tensor) -> Tensor:
+    """How much more a term counts for standing at t ∈ [0, 1) of a sequential sum of b.
+
+    With x_j in order, E Σ (partial sums)² is b·a²/3 + Σ_j x_j²·(b(1 − t_j) − b/3); over the places that is b/6 on the
+    mean, which is what exchangeable terms get (`partial_sums`). A term that comes late is given no less.
+    """
+    return (4 - 6 * t).clamp(min=1.0)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call: stored values in FP64, heads folded to kv heads, `[N = B·Hkv, G, L, D]` and `[N, S, D]`."""
+
+    shape: Shape
+    spec: AttentionSpec
+    extras: Extras
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None]
+    dtype: torch.dtype
+
+    def parts(self) -> Iterator[tuple[Heads, slice]]:
+        """Heads and rows that are worked on together: many small heads, or a row block of a large one."""
+        n, s = self.k.shape[0], max(self.shape.S, 1)
+        heads = max(1, ELEMENTS // max(1, self.shape.group * self.shape.q_len * s))
+        rows = max(1, min(256, ELEMENTS // (self.shape.group * s))) if heads == 1 else self.shape.q_len
+        for first in range(0, n, heads):
+            chunk = Heads(self, slice(first, min(first + heads, n)))
+            for start in range(0, self.shape.q_len, max(rows, 1)):
+                yield chunk, slice(start, min(start + rows, self.shape.q_len))
+
+
+class Heads:
+    """Keys and values of some heads, prepared once for all their rows."""
+
+    def __init__(self, p: Problem, part: slice) -> None:
+        self.p, self.part = p, part
+        self.k, v = p.k[part], p.v[part]
+        v = torch.where(torch.isfinite(v), v, 0.0)
+        self.v = v
+        # Σ W (v − ω)² = Σ W v² − 2ω Σ W v + ω² Σ W cancels when v is far from 0: v counts from its mean.
+        self.centre = v.mean(1, keepdim=True) if v.shape[1] else v.new_zeros(v.shape[0], 1, v.shape[2])
+        low = (v - self.centre).to(p.dtype)
+        self.moments = torch.cat([low * low, low, low.new_ones(*low.shape[:-1], 1)], -1)
+        self.low, self.abs_v, self.squares = low, v.abs().to(p.dtype), (v * v).to(p.dtype)
+        self.mean_square = (
+            (low * low).mean(1, keepdim=True) if v.shape[1] else low.new_zeros(self.centre.shape)
+        )
+        k = torch.where(torch.isfinite(self.k), self.k, 0.0)
+        lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
+        self.longest = (
+            lengths.amax(1, keepdim=True).to(p.dtype) if k.shape[1] else k.new_zeros(1, 1, 1).to(p.dtype)
+        )
+        self.index = torch.arange(part.start, part.stop, device=v.device)
+
+    def scale(self, name: str) -> Tensor | None:
+        """Scales of q `[n, G, L|1, 1]`, k or v `[n, L|1, 1]` for these heads."""
+        x = self.p.scales["qkv".index(name)]
+        if x is None:
+            return None
+        b, h = self.index // self.p.shape.Hkv, self.index % self.p.shape.Hkv
+        if name == "q":
+            x = x.expand(self.p.shape.batch, self.p.shape.heads, *x.shape[2:])
+            return x.reshape(x.shape[0], self.p.shape.Hkv, self.p.shape.group, *x.shape[2:])[b, h]
+        return x.expand(self.p.shape.batch, self.p.shape.Hkv, *x.shape[2:])[b, h]
+
+    def scales_rows(self, name: str) -> bool:
+        """Whether q or k has a scale that is applied to the scores (one within rows is applied on load)."""
+        x = self.p.scales["qkv".index(name)]
+        return x is not None and x.shape[3] == 1

@@ -1,0 +1,274 @@
+"""Expected squared error of each output element (NUMERICS section 4), stage by stage.
+
+A rounding of relative size u has variance c²u²x², c² = 1/(8 ln 2): the mean over log-uniform significands. Of P, of
+the row sum and of a running accumulator the spacing itself is used, since exact and vanishing values matter there.
+Errors that keep their sign over the keys (what flushes, saturates or stagnates) are summed before they are squared.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from harness.error_model.block import Block
+from harness.error_model.form import Form, rounded, roundoff, spacing, within
+from harness.error_model.problem import CHUNK, NEGLIGIBLE
+from harness.error_model.running import C2, Groups, binade
+from harness.formats import FloatFormat
+from harness.recipe import Recipe
+
+LINEAR = 0.03  # of σ² of a score: up to here p changes in proportion to its error
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Variances: `out` `[n, R, E]`, `lse` `[n, R, 1]`, FP64."""
+
+    out: Tensor
+    lse: Tensor
+
+
+def partial_sums(n: Tensor | float, chunk: float) -> tuple[Tensor, Tensor]:
+    """E Σ (partial sum)² = first·(Σx)² + second·Σx² for n exchangeable terms x in chunks, then over chunks."""
+    n = torch.as_tensor(n, dtype=torch.float64).clamp(min=1.0)
+    r = torch.ceil(n / chunk)
+    b = n / r
+    return b * b / (3 * n) + (r - 1) / 3, b / 2 - b * b / (3 * n) + (r - 1) / 6
+
+
+def power_of_two(x: float) -> bool:
+    return x != 0 and abs(math.frexp(x)[0]) == 0.5
+
+
+def spread(b: Block, recipe: Recipe, form: Form) -> Spread:
+    """The variances of a block under one recipe and form."""
+    return _Spread(b, recipe, form).total()
+
+
+class _Spread(Groups):
+    def total(self) -> Spread:
+        b, o = self.b, self.b.o
+        self._scores()
+        self._casts()
+        self._base()
+        if self.form.arrangement == "split":
+            self._merge()
+        elif self.form.arrangement == "stream" and any(
+            rounded(self.recipe, s) is not None for s in ("rescale", "row_sum", "block_out", "acc")
+        ):
+            self._stream()
+        else:
+            self._whole()
+        # A row of one key is that key's value whatever happens to its score.
+        alone = (b.count == 1) & (b.sink_e == 0)
+        var = (self.var + self.bias**2).masked_fill(alone, 0.0).masked_fill(b.leaves(self.recipe), math.inf)
+        lse = self.lse + self.lse_bias**2
+        log = b.lse - b.m
+        lse = lse + C2 * self.u**2 * (b.lse.double() ** 2 + 2 * log.double() ** 2)
+        out = rounded(self.recipe, "out")
+        if out is not None and not self._out_holds(out):
+            var = var + torch.clamp(C2 * out.unit_roundoff**2 * o * o, min=out.min_subnormal**2 / 12).where(
+                o != 0, 0.0
+            )
+        var, lse = (torch.where(torch.isnan(x), math.inf, x) for x in (var, lse))
+        return Spread(var, lse.masked_fill(b.leaves(self.recipe), math.inf))
+
+    def _out_holds(self, out: FloatFormat) -> bool:
+        """An accumulator in the output's format that nothing divides or scales is not rounded again."""
+        acc = rounded(self.recipe, "acc")
+        return (
+            self.early
+            and self.form.arrangement == "whole"
+            and acc is not None
+            and within(acc, out)
+            and self.b.heads.scale("v") is None
+            and self.recipe.p_scale == 1.0
+        )
+
+    # -- scores and exp: relative errors of p_j, weighed by (v_j − o)
+
+    def _scores(self) -> None:
+        """Forms of one recipe share this, unless s − m is stored: only then does the running maximum matter."""
+        moving = self.drop.shape[-1] > 1 and roundoff(self.recipe, "shifted") > 0
+        key = (self.recipe.digest, self.form.subtract_max, self.form if moving else None)
+        if key not in self.b.kept:
+            self.b.kept[key] = self._score_errors(moving)
+        var, mass = self.b.kept[key]
+        self.var += var
+        self.lse += mass
+
+    def _score_errors(self, moving: bool) -> tuple[Tensor, Tensor]:
+        b, r, u = self.b, self.recipe, self.u
+        raw, stored, shifted = (roundoff(r, s) for s in ("scores_raw", "scores", "shifted"))
+        coarse = max(raw, stored, shifted)
+        unit = max(coarse, u) ** 2
+        factors = sum(b.heads.scales_rows(n) for n in "qk")
+        exact = power_of_two(b.scale) and not factors
+        # A product with scale: scale itself rounded, and the product; one more for each scale of q and k.
+        kappa = 0.0 if exact else 2.0 + factors
+        kept = exact and raw > 0 and within(rounded(r, "scores_raw"), rounded(r, "scores"))
+        first, second = (float(x) for x in partial_sums(float(max(b.q.shape[-1], 1)), CHUNK))
+        lin = raw**2 + (0.0 if kept else stored**2) + u * u * (kappa + first)
+        if b.p_.spec.softcap is not None:
+            lin += stored**2 + u * u
+        const = self._spacings(C2 * unit) + u * u / unit
+        square, shift = lin / unit, (shifted**2 + u * u) / unit if self.form.subtract_max else 0.0
+        if b.plain:  # lin = d + m: lin·lin² + shift·d² in one step
+            noise = b.squares * (u * u * second / unit)
+            noise.addcmul_(b.d, b.d * (square + shift) + (2 * square) * b.m).add_(square * b.m * b.m + const)
+        else:
+            noise = (b.lin * b.lin * square).add_(b.squares, alpha=u * u * second / unit)
+            noise = self._options(noise, stored, unit).addcmul_(b.d, b.d, value=shift).add_(const)
+        if moving:  # against the running maximum: d − ln drop in place of d
+            ref = self._per_key(self.drop.log())
+            noise.addcmul_(ref, ref - 2 * b.d, value=shifted**2 / unit)
+        if coarse and noise.numel() and float(noise.amax()) * C2 * unit > LINEAR:
+            weights = self._tempered(noise, C2 * unit)
+        else:
+            weights = noise.mul_(b.p2)
+        mass = weights.sum(-1, keepdim=True).double() * (C2 * unit)
+        if self.fine or coarse:
+            return b.about(weights, b.o) * (C2 * unit), mass
+        return mass * self._mean_square(b.o), mass
+
+    def _tempered(self, noise: Tensor, unit: float) -> Tensor:
+        """Weights p²σ² where σ is no longer small: another key may win the row.
+
+        A difference of two scores has sd √2 σ, a logistic of scale 0.78 σ: on average the noise divides scores by
+        τ = √(1 + 0.61 σ²). A key's share of the mean square is p_τ²σ² while that is small, and p_τ once it decides.
+        """
+        b = self.b
+        sigma2 = (b.p * noise).sum(-1, keepdim=True) * unit
+        far = (b.far / torch.sqrt(1 + 0.61 * sigma2)).nan_to_num_(nan=0.0)
+        p = torch.exp(torch.nn.functional.threshold(far, NEGLIGIBLE, -math.inf))
+        p = p / p.sum(-1, keepdim=True).clamp_(min=1e-30)
+        return noise.mul_(p).clamp_(max=1 / unit).mul_(p)
+
+    def _options(self, noise: Tensor, stored: float, unit: float) -> Tensor:
+        """Softcap and bias: what was is damped by tanh′, then their own stores are added."""
+        b, u, cap = self.b, self.u, self.b.p_.spec.softcap
+        if cap is not None:
+            noise = noise.mul_((1 - (b.capped / cap).square()).square())
+            own = (stored**2 * (1 if power_of_two(cap) else 2) + 4 * u * u) / unit
+            noise.addcmul_(b.capped, b.capped, value=own)
+        if b.bias is not None:
+            s = b.d + b.m
+            noise.addcmul_(s, s, value=(stored**2 + u * u) / unit).add_(b.bias * b.bias, alpha=u * u / unit)
+        return noise
+
+    def _spacings(self, unit: float) -> float:
+        """Subnormal spacings of stored scores, as a floor."""
+        raw, stored = spacing(self.recipe, "scores_raw"), spacing(self.recipe, "scores")
+        return ((raw * self.b.scale) ** 2 + stored**2) / 12 / unit
+
+    def _mean_square(self, point: Tensor) -> Tensor:
+        """Mean over the head's keys of (v − point)²."""
+        v = self.b.heads
+        return v.mean_square.double() + (v.centre - point) ** 2
+
+    # -- casts of exp and of P
+
+    def _casts(self) -> None:
+        b, r = self.b, self.recipe
+        e, probs = rounded(r, "exp"), rounded(r, "probs")
+        self.kappa = b.l / self.drop
+        if e is not None:
+            noise, lost = self._cast(e, 1.0, self.kappa, exact_top=True)
+            self._add(noise, lost, b.o)
+        if probs is None:
+            return
+        if self.early:
+            kappa = torch.ones_like(b.l)
+            if self.drop.shape[-1] > 1 or self.form.arrangement == "split":
+                mass = self._grouped(b.p).sum(-1)
+                kappa = 1 / torch.where(mass == 0, 1.0, mass)
+            noise, lost = self._cast(probs, r.p_scale, kappa, exact_top=False)
+        elif e is not None and within(e, probs) and power_of_two(r.p_scale):
+            return
+        else:
+            noise, lost = self._cast(probs, r.p_scale, self.kappa, exact_top=power_of_two(r.p_scale))
+        self._add(noise, lost, b.o if r.row_sum == "after" else None)
+
+    def _add(self, noise: Tensor, lost: Tensor | None, point: Tensor | None) -> None:
+        b = self.b
+        self.var += b.about(noise, point)
+        if point is not None:
+            self.lse += noise.sum(-1, keepdim=True).double()
+        if lost is not None:
+            self.bias += b.shift(lost, point)
+            if point is not None:
+                self.lse_bias += lost.sum(-1, keepdim=True).double()
+
+    def _cast(
+        self, fmt: FloatFormat, factor: float, kappa: Tensor, exact_top: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Variance of p_j when factor·kappa·p_j is rounded to `fmt`, and what surely changes: keys that flush
+        (−p_j) or saturate."""
+        b = self.b
+        unit = self._per_key(kappa * factor)
+        x = b.p * unit
+        noise = binade(x, fmt).div_(unit).square_().mul_(2.0 ** (2 - 2 * fmt.precision) / 12)
+        noise = torch.minimum(noise, b.p2, out=noise)
+        if exact_top and self.peak is not None:
+            noise.masked_fill_(b.p == self._per_key(self.peak), 0.0)
+        lost = None
+        if fmt.emin >= -30:
+            flushed = x <= fmt.min_subnormal / 2
+            lost = torch.where(flushed, -b.p, 0.0)
+            noise.masked_fill_(flushed, 0.0)
+        if factor > fmt.max or not self.form.subtract_max:
+            over = x > fmt.max
+            excess = torch.where(over, fmt.max / unit - b.p, 0.0)
+            noise.masked_fill_(over, 0.0 if self.recipe.policy("probs") == "saturate" else math.inf)
+            lost = excess if lost is None else lost + excess
+        return noise, lost
+
+    # -- sums, products and the division in the base
+
+    def _base(self) -> None:
+        b, u2, o2 = self.b, C2 * self.u**2, self.b.o**2
+        # Σp²v² where the sum is not what decides: the head's mean square stands for the keys'.
+        square = (
+            b.weight_square if self.fine else b.p2_sum.double() * self._mean_square(torch.zeros_like(b.o))
+        )
+        n = b.count.double()
+        scale = b.p_.scales[2]
+        inside = scale is not None and max(scale.shape[2:]) > 1  # V is descaled on load, else the output
+        extra = square if inside else 0.0
+        factors = (scale is not None and not inside) + 2.0 * (not power_of_two(self.recipe.p_scale))
+        if self.form.arrangement == "stream":
+            blocks = torch.ceil(n / self.size).clamp(min=1.0)
+            first, second = partial_sums(n, min(self.size, CHUNK))
+            more = blocks - 1
+            x = more * (o2 / 3 + square / 6) + (4 / blocks + 2 * more / 3 + 1 + factors) * o2
+            rows = 4 / blocks + 2 * more / 3
+        elif self.form.arrangement == "split":
+            first, second = partial_sums(n / self.parts, CHUNK)
+            x = (1 + factors) * o2
+            rows = torch.zeros_like(n)  # in _merge
+        else:
+            first, second = partial_sums(n, CHUNK)
+            rows = 4 + n / 768
+            x = (rows + factors) * o2 + (square if self.early else o2)
+        self.inner = (first, second)
+        self.square = square
+        if self.form.arrangement != "split":
+            x = x + first * o2 + second * square
+        self.var += u2 * (x + extra) + math.exp(2 * NEGLIGIBLE) * b.gross[1]
+        self.lse += u2 * rows
+
+    def _whole(self) -> None:
+        """Rounded row sum and accumulator of a row in one piece."""
+        b, r = self.b, self.recipe
+        row_sum, acc = rounded(r, "row_sum"), rounded(r, "acc")
+        if row_sum is not None and self.form.arrangement == "whole":
+            l = b.l / self.drop  # noqa: E741
+            relative = (binade(l, row_sum) * 2.0 ** (1 - row_sum.precision) / l).double() ** 2 / 12
+            relative = relative * (2 if b.p_.extras.sinks is not None else 1)
+            self.var += relative * b.o**2
+            self.lse += relative
+        if acc is not None and self.form.arrangement == "whole":
+            self.var += C2 * acc.unit_roundoff**2 * b.o**2

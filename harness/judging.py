@@ -1,0 +1,397 @@
+"""`judge`: is this output what its recipe allows, if not, what is wrong, and is the recipe good enough for these
+inputs?
+
+Two questions, two answers. `status` is about the implementation, against the stored truth. `precision` is about the
+recipe, against the exact truth: what storing and rounding cost these inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from harness.compare import compare
+from harness.diagnosis import NOTHING, diagnose
+from harness.directions import Call
+from harness.error_model import BLACK_BOX, WHOLE, Expectation, Form, expectations
+from harness.formats import get_format
+from harness.hazards import predict, storage_hazards
+from harness.operands import Extras, check
+from harness.quantize import Stored, admit, quantize
+from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
+from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
+from harness.spec import AttentionSpec
+from harness.truth import Truth, reference
+from harness.twins import Twins
+from harness.verdict import Bench, Verdict
+
+_LOUD = (HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION)
+ONE_BIT = 2.0  # a recipe that errs by more than this × its floor has lost a bit to its scales
+_NO_EXACT = "the exact inputs were not given; pass exact=(q, k, v), or quantize=True"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """`errors` are against the stored truth, `total_errors` against the exact truth (None without it), `lse_errors`
+    where an lse was given. `diagnosis` is None unless something failed. `floor`: the rel_l2 against the exact truth
+    that this recipe would have with ideal scales."""
+
+    status: Status
+    precision: Status
+    reasons: tuple[str, ...]
+    precision_reasons: tuple[str, ...]
+    errors: Errors
+    total_errors: Errors | None
+    lse_errors: Errors | None
+    hazards: tuple[Hazard, ...]
+    diagnosis: Diagnosis | None
+    margins: Margins
+    floor: float = math.nan
+
+    def __str__(self) -> str:
+        m = self.margins
+        lines = [f"implementation: {self.status.value}"]
+        lines += [f"  {reason}" for reason in self.reasons]
+        if self.diagnosis is not None:
+            lines.append(f"  likeliest: {self.diagnosis}")
+        lines.append(
+            f"  rel_l2 {self.errors.rel_l2:.3g} where {m.expected_rel_l2:.3g} is normal; {m.ratio:.2f} × expected"
+            f" (limit {m.limit:.2f}), {m.ceiling:.2g} of the ceiling"
+        )
+        seen = ", ".join(f"{name} {size:.1g}" for name, size in m.unseen.items())
+        if seen:
+            lines.append(f"  smallest faults these inputs can show: {seen}")
+        lines.append(f"recipe: {self.precision.value}")
+        lines += [f"  {reason}" for reason in self.precision_reasons]
+        lines += [f"  {hazard}" for hazard in self.hazards]
+        return "\n".join(lines)
+
+
+@torch.no_grad()
+def judge(
+    out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec | None = None, recipe: str | Recipe = "bf16",
+    lse: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
+    kv_lens: Tensor | None = None, scales: Any = None, exact: tuple[Tensor, Tensor, Tensor] | None = None,
+    quantize: bool = False, form: Form = BLACK_BOX, budget: float | None = None,
+) -> Judgement:  # fmt: skip
+    """Judge attention's output `out` `[B, H, L, E]` (any float dtype) for q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v
+    `[B, Hkv, S, E]`.
+
+    NaN and ±Inf must stand where the stored truth has them. q, k and v hold stored values: codes times `scales=(q, k,
+    v)` where the recipe scales; `quantize=True` rounds (and scales) them first, and they are then the exact inputs too.
+    `exact` gives the unrounded inputs for the second answer, `budget` the rel_l2 against their truth that is allowed.
+    `form` says how the kernel arranges its sums (a flash-like one by default). `lse` `[B, H, L]` is compared by classes
+    and ceiling.
+
+    Raises ValueError for shapes, types or values that do not fit, saying what was given and what is allowed.
+    """
+    recipe, spec = get_recipe(recipe), spec or AttentionSpec()
+    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
+    _check_output("out", out, shape.tensor("out"), q.device)
+    if lse is not None:
+        _check_output("lse", lse, shape.tensor("out")[:3], q.device)
+    if not isinstance(form, Form):
+        raise ValueError(f"form is {form!r}; allowed: a harness.error_model.Form")
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if budget is not None and not (number and math.isfinite(budget) and budget > 0):
+        raise ValueError(
+            f"budget is {budget!r}; allowed: a finite number > 0, the rel_l2 against the exact truth"
+        )
+    stored = _stored((q, k, v), recipe, scales, quantize)
+    if exact is None and quantize:
+        exact = (q, k, v)
+    if exact is not None:
+        _check_exact(exact, (q, k, v))
+    docket = Docket(stored, spec, extras, recipe, exact)
+    (verdict,) = docket.verdicts([out], [form])
+    return docket.judgement(out, verdict, lse, form, docket.hazards(), budget)
+
+
+def _promised(e: Expectation) -> Expectation:
+    """Without a variance where the ceiling is infinite: an error of scores that may double a weight has no first
+    order, and no error there can be called large."""
+    boundless = torch.isinf(e.ceiling)
+    return replace(e, variance=e.variance.masked_fill(boundless, math.inf)) if bool(boundless.any()) else e
+
+
+def _stored(
+    tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any, round_first: bool
+) -> tuple[Stored, Stored, Stored]:
+    scales = (None, None, None) if scales is None else scales
+    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
+        raise ValueError(
+            f"scales is {type(scales).__name__}; allowed: three, for q, k and v, each a tensor, a number or None"
+        )
+    take = quantize if round_first else admit
+    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
+    return q, k, v
+
+
+def _check_output(name: str, x: Any, size: tuple[int, ...], device: torch.device) -> None:
+    if not isinstance(x, Tensor) or not x.dtype.is_floating_point or tuple(x.shape) != size:
+        given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} is {given}; allowed: a floating-point tensor {size}")
+    if x.device != device:
+        raise ValueError(f"{name} is on {x.device} and q on {device}; allowed: one device for all")
+
+
+def _check_exact(exact: Any, given: tuple[Tensor, ...]) -> None:
+    fits = isinstance(exact, (tuple, list)) and len(exact) == 3 and all(
+        isinstance(x, Tensor) and x.shape == y.shape and x.dtype.is_floating_point
+        for x, y in zip(exact, given, strict=True)
+    )  # fmt: skip
+    if not fits:
+        raise ValueError(
+            "exact does not fit q, k and v; allowed: three floating-point tensors of their shapes"
+        )
+
+
+class Docket:
+    """One call under one recipe: its truths, expectations, twins and directions, shared by all that is judged on it.
+
+    What is not given is computed: truths, expectations, and what storing did (`storage`).
+    """
+
+    def __init__(
+        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, extras: Extras, recipe: Recipe,
+        exact: Sequence[Tensor] | None = None, truth: Truth | None = None, exact_truth: Truth | None = None,
+        ideal_truth: Truth | None = None, expected: Mapping[Form, Expectation] | None = None,
+        storage: Sequence[Hazard] | None = None,
+    ) -> None:  # fmt: skip
+        self.stored, self.spec, self.extras, self.recipe = stored, spec, extras, recipe
+        self.values = tuple(x.values for x in stored)
+        self.exact = None if exact is None else tuple(exact)
+        self.truth = truth or self._truth(self.values, ranges=True)
+        self.exact_truth = exact_truth
+        if exact_truth is None and self.exact is not None:
+            self.exact_truth = self._truth(self.exact)
+        self._ideal_truth = ideal_truth
+        self.twins = Twins(stored, spec, recipe, extras)
+        self._expected: dict[Form, Expectation] = dict(expected or {})
+        self._floors: dict[Form, tuple[float, float]] = {}
+        self._bench: Bench | None = None
+        self._storage = storage
+        self._hazards: tuple[Hazard, ...] | None = None
+
+    def _truth(self, tensors: Sequence[Tensor], ranges: bool = False) -> Truth:
+        q, k, v = tensors
+        return reference(q, k, v, self.spec, ranges=ranges, **self.extras.as_options())
+
+    def expected(self, forms: Sequence[Form]) -> list[Expectation]:
+        """What each form should show, computed together."""
+        new = [f for f in dict.fromkeys(forms) if f not in self._expected]
+        if new:
+            q, k, v = self.values
+            found = expectations(
+                self.truth, q, k, v, self.spec, [(self.recipe, f) for f in new], **self.extras.as_options(),
+                scales=tuple(x.scale for x in self.stored),  # type: ignore[arg-type]
+            )  # fmt: skip
+            self._expected.update(zip(new, found, strict=True))
+        return [_promised(self._expected[f]) for f in forms]
+
+    def bench(self, form: Form) -> Bench:
+        """Twins and directions, under the expectation of the form that comes first."""
+        if self._bench is None:
+            (expected,) = self.expected([form])
+            q, k, v = self.values
+            call = Call(q, k, v, self.spec, self.extras, self.recipe, self.truth, expected.variance)
+            self._bench = Bench(call, expected.ceiling, self.twins)
+        return self._bench
+
+    def verdicts(self, outs: Sequence[Tensor], forms: Sequence[Form]) -> list[Verdict]:
+        """A verdict for each output `[B, H, L, E]`, each arranged as its form says."""
+        if not outs:
+            return []
+        expected = self.expected(forms)
+        return self.bench(forms[0]).judge(
+            outs,
+            [e.variance for e in expected],
+            [e.ceiling for e in expected],
+            [f.subtract_max for f in forms],
+            [self._whole if f == BLACK_BOX else None for f in forms],
+        )
+
+    def _whole(self) -> tuple[Tensor, Tensor]:
+        """Variance and ceiling of whole rows. Which values of P are exact depends on a kernel's blocks, and those of a
+        black box are not known: where a block's own max is rounded, whole rows say how much."""
+        (expected,) = self.expected([WHOLE])
+        return expected.variance, expected.ceiling
+
+    def judgement(
+        self, out: Tensor, verdict: Verdict, lse: Tensor | None, form: Form, hazards: tuple[Hazard, ...],
+        budget: float | None = None, precise: bool = True,
+    ) -> Judgement:  # fmt: skip
+        """The whole answer about one output. `hazards`: those of the run, or those foreseen. Without `precise` no fault
+        is looked for beyond the directions: what one draw shows, the others repeat."""
+        status, reasons, lse_errors = verdict.status, verdict.reasons, None
+        if lse is not None:
+            lse_errors = compare(lse[..., None], self.truth.lse[..., None], self.recipe.base)
+            wrong = self.lse_reasons(lse, form)
+            if wrong:
+                reasons = (*(() if status is not Status.FAIL else reasons), *wrong)
+                status = Status.FAIL
+        diagnosis = self.diagnosis(out, verdict, hazards, precise)
+        total = None
+        if self.exact_truth is not None:
+            total = compare(out, self.exact_truth.out, self.recipe.out_format)
+        precision, why, floor = self.precision(form, total, budget)
+        return Judgement(
+            status,
+            precision,
+            reasons,
+            why,
+            verdict.errors,
+            total,
+            lse_errors,
+            hazards,
+            diagnosis,
+            verdict.margins,
+            floor,
+        )
+
+    def diagnosis(
+        self, out: Tensor, verdict: Verdict, hazards: Sequence[Hazard], precise: bool = True
+    ) -> Diagnosis | None:
+        """The likeliest fault of an output that failed."""
+        if verdict.status is not Status.FAIL or self._bench is None:
+            return None
+        # A run that was watched tells where its numbers left their format; nothing else need be looked for.
+        watched = any(h.source == "observed" and h.kind in _LOUD and h.stage not in TENSORS for h in hazards)
+        if verdict.errors.class_mismatch or watched:
+            return self._of_classes(out, hazards)
+        if not precise:
+            return None
+        return diagnose(self._bench.call, out, self.twins, self.stored)
+
+    def _of_classes(self, out: Tensor, hazards: Sequence[Hazard]) -> Diagnosis:
+        """NaN and infinities have no size: rows without keys, or the first stage that left its format."""
+        wrong = (torch.isfinite(out) != torch.isfinite(self.truth.out)).any(-1)
+        empty = self.truth.row_max == -math.inf
+        share = 1.0
+        if bool(wrong.any()) and bool((wrong & empty).sum() == wrong.sum()):
+            return Diagnosis("empty rows", "rows that see no key are not what the rule says", 1.0, 0.0, share)
+        seen = [h for h in hazards if h.kind in _LOUD or h.kind is HazardKind.SENTINEL]
+        if seen:
+            first = min(seen, key=lambda h: h.source != "observed")
+            return Diagnosis(f"{first.kind.value} in {first.stage}", str(first), 1.0, 0.0, share)
+        return Diagnosis(NOTHING, "no stage of the recipe leaves its format on these inputs", 0.0, 0.0, 0.0)
+
+    def lse_reasons(self, lse: Tensor, form: Form) -> tuple[str, ...]:
+        """What is wrong with a log-sum-exp `[B, H, L]`: its classes, or more than its ceiling."""
+        (expected,) = self.expected([form])
+        x, t = lse.detach().double(), self.truth.lse
+        finite = torch.isfinite(x) & torch.isfinite(t)
+        # Where the recipe promises nothing, any class will do.
+        same = finite | (x == t) | (torch.isnan(x) & torch.isnan(t)) | ~torch.isfinite(expected.lse_ceiling)
+        if not bool(same.all()):
+            wrong = f"{int((~same).sum())} of {same.numel()}"
+            return (f"lse: {wrong} are NaN or infinite where the truth is not, or not where it is",)
+        over = torch.where(
+            torch.isfinite(x) & torch.isfinite(t), (x - t).abs() - expected.lse_ceiling, -math.inf
+        )
+        if over.numel() and float(over.nan_to_num(-math.inf).max()) > 0:
+            at = tuple(int(n) for n in torch.unravel_index(over.nan_to_num(-math.inf).argmax(), over.shape))
+            size = float((x - t).abs()[at])
+            return (
+                f"lse is off by {size:.3g} at b, h, i = {at}, beyond {float(expected.lse_ceiling[at]):.3g}",
+            )
+        return ()
+
+    def hazards(self) -> tuple[Hazard, ...]:
+        """What storing the inputs did, where they are known, and what FP64 values say of the stages: of the recipe,
+        whatever an implementation does."""
+        if self._hazards is None:
+            found = [] if self._storage is None else list(self._storage)
+            if self._storage is None and self.exact is not None:
+                found += storage_hazards(tuple(x.double() for x in self.exact), self.stored, self.recipe)
+            if self.truth.ranges is not None:
+                found += predict(self.truth, self.recipe)
+            self._hazards = tuple(found)
+        return self._hazards
+
+    # --- precision ---------------------------------------------------------------------------------------------------
+
+    def precision(
+        self, form: Form, total: Errors | None, budget: float | None = None
+    ) -> tuple[Status, tuple[str, ...], float]:
+        """The recipe's status on these inputs, why, and its floor (see `Judgement`)."""
+        if self.exact_truth is None:
+            return Status.INCONCLUSIVE, (_NO_EXACT,), math.nan
+        reasons = [reason for h in self.hazards() if (reason := self._ruinous(h))]
+        error, floor = self.floor(form)
+        if floor > 0 and error > ONE_BIT * floor:
+            reasons.append(
+                f"expected error {error:.3g} against the exact truth is {error / floor:.3g} × that of ideal scales"
+                f" ({floor:.3g}); more than {ONE_BIT:g} × is a bit lost"
+            )
+        if budget is not None and total is not None and not total.rel_l2 <= budget:
+            reasons.append(
+                f"rel_l2 {total.rel_l2:.3g} against the exact truth is over the budget {budget:.3g}"
+            )
+        if reasons:
+            return Status.FAIL, tuple(reasons), floor
+        return Status.PASS, (f"expected error {error:.3g} against the exact truth, floor {floor:.3g}",), floor
+
+    def floor(self, form: Form) -> tuple[float, float]:
+        """`_floor`, once for each form."""
+        if form not in self._floors:
+            self._floors[form] = self._floor(form)
+        return self._floors[form]
+
+    def _floor(self, form: Form) -> tuple[float, float]:
+        """Expected rel_l2 against the exact truth of this recipe, and of one with ideal scales: E‖total‖² is the
+        distance of the two truths plus the kernel's variance. NaN where either is not finite."""
+        assert self.exact_truth is not None
+        (expected,) = self.expected([form])
+        exact = self.exact_truth.out
+        variance = torch.where(torch.isfinite(expected.variance), expected.variance, 0.0).sum()
+        size = float(exact[torch.isfinite(exact)].norm())
+        if not size:
+            return 0.0, 0.0
+        own, ideal = (
+            math.sqrt(float(variance + (torch.where(torch.isfinite(t - exact), t - exact, 0.0) ** 2).sum()))
+            / size
+            for t in (self.truth.out, self.ideal_truth().out)
+        )
+        return own, ideal
+
+    def ideal_truth(self) -> Truth:
+        """The stored truth under one amax scale a head for what is narrower than 16 bits: this one where the recipe has
+        scales from amax, or needs none."""
+        if self._ideal_truth is None:
+            ideal = ideal_recipe(self.recipe)
+            if ideal.storage_key == self.recipe.storage_key or self.exact is None:
+                self._ideal_truth = self.truth
+            else:
+                stored = (quantize(x, n, ideal).values for x, n in zip(self.exact, TENSORS, strict=True))
+                self._ideal_truth = self._truth(tuple(stored))
+        return self._ideal_truth
+
+    def _ruinous(self, h: Hazard) -> str:
+        """What a hazard says against the recipe, if anything: loud where values were lost, not where they only
+        might."""
+        lost = h.kind in (HazardKind.OVERFLOW, HazardKind.NON_FINITE)
+        if h.stage in TENSORS:
+            scaling = self.recipe.scaling.get(h.stage)
+            fixed = scaling is None or scaling.source != "amax"
+            lost = lost or (h.kind is HazardKind.SATURATION and fixed)
+        elif h.kind is HazardKind.SATURATION:
+            lost = True
+        elif h.kind is HazardKind.FLUSH:
+            lost = h.lost_mass > get_format(h.format).unit_roundoff
+        return str(h) if lost else ""
+
+
+def ideal_recipe(recipe: Recipe) -> Recipe:
+    """The recipe with an amax scale a head for every tensor stored in fewer than 16 bits without one."""
+    scaling = dict(recipe.scaling)
+    for name in TENSORS:
+        narrow = get_format(recipe.storage[name]).storage_bits < 16
+        if narrow and (name not in scaling or scaling[name].source != "amax"):
+            scaling[name] = Scaling("head", "amax")
+    return replace(recipe, scaling=scaling) if scaling != dict(recipe.scaling) else recipe

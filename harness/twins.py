@@ -1,0 +1,60 @@
+"""Twins: the same recipe on the same inputs by algorithms known to be right.
+
+What a kernel does beyond its twin is its own: the recipe's systematic errors (a biased cast, a flushed tail) are in
+both. A kernel cannot be expected to take keys in blocks of the twin's size, so there are several.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from harness import registry
+from harness.operands import Extras
+from harness.quantize import Stored
+from harness.recipe import Recipe
+from harness.spec import AttentionSpec
+
+# Nearest first for a kernel that holds whole rows; `block` in keys.
+_ARRANGED = (("naive_masked", None), ("online_softmax", 128), ("online_softmax", 16))
+
+
+class Twins:
+    """Outputs of the twins of one call, FP64 `[B, H, L, E]`, made when asked for."""
+
+    def __init__(
+        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras
+    ) -> None:
+        self._stored, self._spec, self._recipe, self._extras = stored, spec, recipe, extras
+        keys = stored[1].codes.shape[2]
+        # A block that holds every key does what the one before it does, unless P is normalised early.
+        self._left = [
+            (n, b)
+            for n, b in _ARRANGED
+            if b is None or b < keys or (b == 128 and recipe.normalise == "early")
+        ]
+        self._made: list[Tensor] = []
+
+    @property
+    def first(self) -> str:
+        """Name of the algorithm of the twin that comes first."""
+        return _ARRANGED[0][0]
+
+    def add(self, out: Tensor) -> None:
+        """An output known already, of the twin that comes first."""
+        self._left.pop(0)
+        self._made.append(out.double())
+
+    def __len__(self) -> int:
+        return len(self._made) + len(self._left)
+
+    def __getitem__(self, index: int) -> Tensor:
+        while len(self._made) <= index:
+            name, block = self._left.pop(0)
+            options = {} if block is None else {"block": block}
+            with torch.no_grad():
+                result = registry.get(name).run_stored(
+                    self._stored, self._spec, self._recipe, self._extras, **options
+                )
+            self._made.append(result.out.double())
+        return self._made[index]

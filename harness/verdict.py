@@ -1,0 +1,407 @@
+"""Is this output as accurate as its recipe allows, and how is that decided? (NUMERICS section 5)
+
+In this order, the first that fails deciding: classes (NaN and ±Inf where the stored truth has them), the ceiling that
+no correct run exceeds, the yardstick (error ÷ expectation over the tensor, each head, each block of 32 rows, each row
+and each element; its upper side alone), and the fault directions against twins of the recipe. What passes them all on
+inputs that could not have shown a fault is INCONCLUSIVE.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from harness.compare import compare
+from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
+from harness.formats import get_format
+from harness.records import Errors, Margins, Status
+from harness.rounding import ulp
+from harness.significance import (
+    NO_SHIFT, NO_SPREAD, TWIN_LIMIT, Shift, Spread, ratio_limit, shift, spread, threshold,
+)  # fmt: skip
+from harness.twins import Twins
+
+BLOCK_ROWS = 32
+FEWEST_ROWS = 4  # independent rows below which nothing is concluded
+YARDSTICK_LIMIT = 0.25  # expected error over the output's own size, beyond which the yardstick says nothing
+SHRINK_LIMIT = 0.1  # a smallest visible shrink beyond which the inputs say nothing
+FEWEST_KEY_ROWS = 40  # |T| ≤ √n: with fewer rows than τ² no lost key can show
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the model is not sharper than, by the recipe's widest rounding. `slack`: measured ÷ predicted on honest
+    runs at most. `mean` and `dispersion`: effects, relative to the output, that honest kernels show (a vectorised exp
+    that is 5e-5 low)."""
+
+    slack: float
+    mean: float
+    dispersion: float
+
+
+NARROW = Limits(1.25, 1e-4, 3e-5)
+FP32_LIMITS = Limits(1.6, 5e-7, 5e-7)
+
+
+@dataclass(frozen=True)
+class Along:
+    """What one direction showed: the shift against the twin that leaves least, and the dispersion likewise."""
+
+    name: str
+    shift: Shift
+    spread: Spread
+    effect: float
+    excess: float
+    significant: bool
+    unseen: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`reasons` of the status, `margins`, and what the directions showed, largest statistic first."""
+
+    status: Status
+    reasons: tuple[str, ...]
+    errors: Errors
+    margins: Margins
+    along: tuple[Along, ...]
+
+
+Wider = Callable[[], tuple[Tensor, Tensor]]
+
+
+class Bench:
+    """One call, its twins and its directions, to judge any number of outputs on."""
+
+    def __init__(self, call: Call, ceiling: Tensor, twins: Twins) -> None:
+        self.call, self.ceiling, self.twins = call, ceiling, twins
+        narrow = {*call.recipe.at.values()} - {call.recipe.base}
+        self.limits = NARROW if narrow else FP32_LIMITS
+        self.independent = independent_rows(call)
+        self.usable = (
+            torch.isfinite(call.truth.out).all(-1) & torch.isfinite(call.variance).all(-1)
+        ).flatten() & self.independent
+        self.size = _rms(call.truth.out)
+        self.expected = math.sqrt(_mean(call.variance)) if call.variance.numel() else math.nan
+
+    def judge(
+        self, outs: Sequence[Tensor], variances: Sequence[Tensor] | None = None,
+        ceilings: Sequence[Tensor] | None = None, directed: Sequence[bool] | None = None,
+        wider: Sequence[Wider | None] | None = None,
+    ) -> list[Verdict]:  # fmt: skip
+        """The verdicts on outputs `[B, H, L, E]`. An implementation that arranges its sums otherwise than the call's
+        own model says has its own variance and ceiling; one that no twin is like is not `directed`; `wider` gives a
+        variance and a ceiling for one whose arrangement is not known, asked for when it fails the first."""
+        outs = [out.detach().double() for out in outs]
+        variances = variances or [self.call.variance] * len(outs)
+        ceilings = ceilings or [self.ceiling] * len(outs)
+        directed = directed or [True] * len(outs)
+        wider = wider or [None] * len(outs)
+        twin = self.twins[0]
+        first = project(self.call, [twin - self.call.truth.out, *(out - twin for out in outs)])
+        return [
+            self._one(out, variance, ceiling, first, at if told else None, more)
+            for at, (out, variance, ceiling, told, more) in enumerate(
+                zip(outs, variances, ceilings, directed, wider, strict=True), 1
+            )
+        ]
+
+    def _one(
+        self, out: Tensor, variance: Tensor, ceiling: Tensor, first: Projection, at: int | None,
+        wider: Wider | None = None,
+    ) -> Verdict:  # fmt: skip
+        truth = self.call.truth.out
+        errors = compare(out, truth, self.call.recipe.out_format)
+        finite = torch.isfinite(out) & torch.isfinite(truth)
+        e = torch.where(finite, out - truth, 0.0)
+        reasons = list(_classes(errors))
+        over, reason = _over_ceiling(e, ceiling)
+        yard = _Yardstick(e, variance, finite, self)
+        if wider is not None and (reason or yard.reasons()):
+            variance, ceiling = (torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True))
+            over, reason = _over_ceiling(e, ceiling)
+            yard = _Yardstick(e, variance, finite, self)
+        reasons += reason + yard.reasons()
+        along, tau = self._directions(out, first, at)
+        reasons += [self._told(x) for x in along if x.significant]
+        reasons += self._lost_key(out, first, at, tau)
+        largest = max(along, key=lambda x: abs(x.shift.t), default=None)
+        margins = Margins(
+            yard.ratio, yard.limit, yard.worst, yard.worst_at, over,
+            abs(largest.shift.t) if largest else 0.0, TWIN_LIMIT if largest and largest.shift.few else tau,
+            largest.name if largest else "", self.expected / self.size if self.size else math.nan,
+            {x.name: x.unseen for x in along},
+        )  # fmt: skip
+        if reasons:
+            return Verdict(Status.FAIL, tuple(reasons), errors, margins, along)
+        doubts = tuple(self._doubts(along))
+        status = Status.INCONCLUSIVE if doubts else Status.PASS
+        told = doubts or (f"error {yard.ratio:.2f} × what is normal, no fault direction significant",)
+        return Verdict(status, told, errors, margins, along)
+
+    def _doubts(self, along: Sequence[Along]) -> list[str]:
+        """Why these inputs cannot tell right from wrong."""
+        doubts = []
+        rows = int(self.usable.sum())
+        if rows < FEWEST_ROWS:
+            doubts.append(f"{rows} independent rows to judge by; at least {FEWEST_ROWS} are needed")
+        elif 2 * rows < int(self.independent.sum()):
+            share = f"{int(self.independent.sum()) - rows} of {int(self.independent.sum())}"
+            doubts.append(f"the recipe promises nothing for {share} rows: its scores are too coarse, or overflow")
+        if self.size and self.expected / self.size > YARDSTICK_LIMIT:
+            doubts.append(
+                f"the recipe's own error is {self.expected / self.size:.0%} of the output; beyond {YARDSTICK_LIMIT:.0%}"
+                " its yardstick passes anything"
+            )
+        shrink = next((x.unseen for x in along if x.name == "shrink"), math.nan)
+        if shrink > SHRINK_LIMIT:
+            doubts.append(f"a shrink below {shrink:.0%} could not have been seen (limit {SHRINK_LIMIT:.0%})")
+        return doubts
+
+    def _told(self, x: Along) -> str:
+        what = DIRECTIONS[x.name]
+        if abs(x.shift.t) > x.spread.t:
+            return f"{what} ({x.name} {x.shift.theta:+.3g} ± {x.shift.se:.2g}, |T| = {abs(x.shift.t):.1f})"
+        return f"errors along “{x.name}” scatter {x.spread.ratio:.2f} × as much as the twin's (T = {x.spread.t:.1f})"
+
+    # --- directions --------------------------------------------------------------------------------------------------
+
+    def _directions(self, out: Tensor, first: Projection, at: int | None) -> tuple[tuple[Along, ...], float]:
+        tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
+        ok = (
+            self.usable
+            & torch.isfinite(out).all(-1).flatten()
+            & torch.isfinite(self.twins[0]).all(-1).flatten()
+        )
+        found = {}
+        same = at is None or not bool(first.a[at].any())  # to the bit what the twin is: nothing to test
+        for i, name in enumerate(first.names):
+            rows = ok & (first.f[i] > 0)
+            if int(rows.sum()) >= FEWEST_ROWS:
+                found[name] = _Tested(first, i, rows, at or 0, same)
+        suspects = [name for name, x in found.items() if x.suspect(tau)]
+        index = 1
+        while suspects and index < len(self.twins):  # an honest kernel is near one of the twins
+            twin = self.twins[index]
+            again = project(self.call, [twin - self.call.truth.out, out - twin])
+            for name in suspects:
+                i = again.names.index(name)
+                rows = ok & (again.f[i] > 0) & torch.isfinite(twin).all(-1).flatten()
+                found[name].also(_Tested(again, i, rows, 1))
+            suspects = [name for name in suspects if found[name].suspect(tau)]
+            index += 1
+        along = [self._along(name, x, tau) for name, x in found.items()]
+        return tuple(sorted(along, key=lambda x: -max(abs(x.shift.t), x.spread.t))), tau
+
+    def _along(self, name: str, x: _Tested, tau: float) -> Along:
+        size = x.rms / self.size if self.size else math.inf
+        limit = TWIN_LIMIT if x.shift.few else tau
+        effect = max(0.0, abs(x.shift.theta) - limit * x.shift.se) * size
+        excess = x.spread.excess * size
+        moved = abs(x.shift.t) > limit and effect > self.limits.mean
+        scattered = x.spread.t > tau and excess > self.limits.dispersion and x.spread.ratio > 1.25
+        return Along(name, x.shift, x.spread, effect, excess, moved or scattered, math.sqrt(2) * tau / x.norm)
+
+    def _lost_key(self, out: Tensor, first: Projection, at: int | None, tau: float) -> list[str]:
+        """Whether one key is missing from all rows that see it."""
+        if at is None or not torch.isfinite(self.twins[0]).all() or not torch.isfinite(out).all():
+            return []
+        worst = self._key_statistic(first, at)
+        if worst is None or abs(worst[1]) <= tau:
+            return []
+        for index in range(1, len(self.twins)):
+            again = project(self.call, [out - self.twins[index]])
+            t = self._key_statistic(again, 0, worst[0])
+            if t is None or abs(t[1]) <= tau:
+                return []
+        power, square = key_powers(self.call)
+        theta = first.key_sum[at] / power.clamp(min=1e-300)
+        se = first.key_square[at].sqrt() / power.clamp(min=1e-300)
+        size = (square / max(out.numel(), 1)).sqrt() / self.size if self.size else torch.full_like(power, math.inf)
+        effect = (theta.abs() - tau * se).clamp(min=0.0) * size
+        if float(effect[worst[0]]) <= self.limits.mean:  # as a biased exp moves a heavy key
+            return []
+        key = int((theta * theta * power).argmax())  # errors along one key lie along its like too: energy names it
+        what = "lost" if float(theta[key]) > 0 else "counted twice"
+        return [f"key {key} is {what} (size {float(theta[key]):+.3g}, |T| = {abs(worst[1]):.1f} along keys)"]
+
+    def _key_statistic(self, x: Projection, at: int, key: int | None = None) -> tuple[int, float] | None:
+        total, square, rows = x.key_sum[at], x.key_square[at], x.key_rows
+        t = torch.where(
+            (rows >= FEWEST_KEY_ROWS) & (square > 0), total / square.sqrt().clamp(min=1e-300), 0.0
+        )
+        if t.numel() == 0:
+            return None
+        key = int(t.abs().argmax()) if key is None else key
+        return key, float(t[key])
+
+
+class _Tested:
+    """One direction against one twin, or the least that several twins leave."""
+
+    def __init__(self, p: Projection, i: int, rows: Tensor, at: int, same: bool = False) -> None:
+        self.rms, self.norm = float(p.rms[i]), max(float(p.f[i][rows].norm()), 1e-300)
+        if same:
+            self.shift, self.spread = NO_SHIFT, NO_SPREAD
+            return
+        f, own = p.f[i][rows], p.a[0][i][rows]
+        kernel = own + p.a[at][i][rows]
+        self.shift, self.spread = shift(kernel, own, f), spread(kernel, own, f)
+
+    def suspect(self, tau: float) -> bool:
+        return abs(self.shift.t) > (TWIN_LIMIT if self.shift.few else tau) or self.spread.t > tau
+
+    def also(self, other: _Tested) -> None:
+        self.shift = min(self.shift, other.shift, key=lambda s: abs(s.t))
+        self.spread = min(self.spread, other.spread, key=lambda s: s.t)
+
+
+# --- yardstick -------------------------------------------------------------------------------------------------------
+
+
+class _Yardstick:
+    """Error ÷ expectation at every level. A row without expected error is exact: compared, not divided."""
+
+    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor, bench: Bench) -> None:
+        self.bench, slack = bench, bench.limits.slack
+        shape = e.shape
+        allowed = torch.where(torch.isfinite(variance), variance, math.inf)
+        square = torch.where(finite, e * e, 0.0)
+        row_e, row_v = square.sum(-1), torch.where(finite, allowed, 0.0).sum(-1)
+        self.exact = (row_v == 0) & (row_e > 0)
+        ratio = torch.where(row_v > 0, row_e / row_v, 0.0)
+        weigh = (bench.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
+        self.levels: list[tuple[str, float, float]] = []
+        blocks = -(-shape[2] // BLOCK_ROWS)
+        tests = 1 + shape[0] * shape[1] * (1 + blocks + shape[2])
+        self.ratio = self._level("tensor", ratio.reshape(1, -1), weigh.reshape(1, -1), tests, slack)
+        self.limit = ratio_limit(int(weigh.sum()), tests, slack)
+        self._level("head", ratio.flatten(0, 1), weigh.flatten(0, 1), tests, slack)
+        pad = blocks * BLOCK_ROWS - shape[2]
+        in_blocks, weigh_blocks = (
+            torch.nn.functional.pad(x, (0, pad)).reshape(-1, BLOCK_ROWS) for x in (ratio, weigh)
+        )
+        self._level("rows", in_blocks, weigh_blocks, tests, slack)
+        self._level("row", ratio.reshape(-1, 1), weigh.reshape(-1, 1), tests, slack)
+        self._elements(e, allowed, finite, slack)
+        self.worst_at, self.worst = max(
+            ((name, share) for name, share, _ in self.levels), key=lambda x: x[1], default=("", 0.0)
+        )
+
+    def _level(self, name: str, ratio: Tensor, weigh: Tensor, tests: int, slack: float) -> float:
+        """Groups along the first axis; the one largest against its limit is kept. Returns the first group's ratio."""
+        rows = weigh.sum(-1)
+        value = torch.where(rows > 0, ((ratio * weigh).sum(-1) / rows.clamp(min=1)).sqrt(), 0.0)
+        if not value.numel():
+            return 0.0
+        share = value / _limits(rows, tests, slack).to(value)
+        worst = int(share.argmax())
+        self.levels.append(
+            (f"{name} {self._place(name, worst)}".strip(), float(share[worst]), float(value[worst]))
+        )
+        return float(value[0])
+
+    def _place(self, name: str, index: int) -> str:
+        _, heads, rows, _ = self.bench.call.truth.out.shape
+        if name == "tensor":
+            return ""
+        per = {"head": 1, "rows": max(-(-rows // BLOCK_ROWS), 1), "row": max(rows, 1)}[name]
+        which, i = divmod(index, per)
+        b, h = divmod(which, heads)
+        at = {"head": "", "rows": f" i={i * BLOCK_ROWS}…", "row": f" i={i}"}[name]
+        return f"b={b} h={h}{at}"
+
+    def _elements(self, e: Tensor, variance: Tensor, finite: Tensor, slack: float) -> None:
+        if not e.numel():
+            return
+        fmt = get_format(self.bench.call.recipe.out_format)
+        truth = torch.where(finite, self.bench.call.truth.out, 0.0)
+        # Near a power of two a rounding is larger than its mean over a binade: the element's own ulp joins.
+        own = ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
+        z = torch.where(finite & (variance > 0), e.abs() / (variance + own).sqrt(), 0.0)
+        limit = slack * threshold(e.numel())
+        worst = int(z.argmax())
+        at = tuple(int(n) for n in torch.unravel_index(torch.tensor(worst), e.shape))
+        self.levels.append((f"element {at}", float(z.flatten()[worst]) / limit, float(z.flatten()[worst])))
+
+    def reasons(self) -> list[str]:
+        found = []
+        if bool(self.exact.any()):
+            b, h, i = (int(n) for n in self.exact.nonzero()[0])
+            found.append(f"row b={b} h={h} i={i} has no rounding to excuse it and differs from the truth")
+        name, share, value = max(self.levels, key=lambda x: x[1], default=("", 0.0, 0.0))
+        if share > 1:
+            found.append(f"error of {name} is {value:.3g} × what is normal, {share:.3g} × the limit")
+        return found
+
+
+def _limits(rows: Tensor, tests: int, slack: float) -> Tensor:
+    """`ratio_limit` for each number of rows."""
+    if rows.numel() and int(rows.max()) <= BLOCK_ROWS:
+        return _small_limits(tests, slack)[rows.long().cpu()]
+    known = {n: ratio_limit(int(n), tests, slack) for n in set(rows.tolist())}
+    return torch.tensor([known[n] for n in rows.tolist()], dtype=torch.float64)
+
+
+@lru_cache(4096)  # a run meets each shape many times
+def _small_limits(tests: int, slack: float) -> Tensor:
+    return torch.tensor([ratio_limit(n, tests, slack) for n in range(BLOCK_ROWS + 1)], dtype=torch.float64)
+
+
+def independent_rows(call: Call) -> Tensor:
+    """The rows that count, `[B·H·L]`: of those with equal q and equal visible keys, the first."""
+    spec, extras, q = call.spec, call.extras, call.q
+    same_keys = spec.left is None and spec.right is None
+    same_keys &= all(x is None or x.shape[2] == 1 for x in (extras.mask, extras.bias))
+    kept = torch.ones(q.shape[:3], dtype=torch.bool, device=q.device)
+    if same_keys and q.shape[2] > 1 and q.shape[3]:
+        order = torch.arange(q.shape[2], device=q.device)
+        for b in range(q.shape[0]):
+            for h in range(q.shape[1]):
+                values, inverse = torch.unique(q[b, h], dim=0, return_inverse=True)
+                first = order.new_full((len(values),), q.shape[2]).scatter_reduce_(0, inverse, order, "amin")
+                kept[b, h] = first[inverse] == order
+    return kept.flatten()
+
+
+def _classes(errors: Errors) -> list[str]:
+    if not errors.class_mismatch:
+        return []
+    counts = (
+        ("NaN", errors.nan_mismatch),
+        ("+Inf", errors.posinf_mismatch),
+        ("−Inf", errors.neginf_mismatch),
+    )
+    found = ", ".join(f"{n} {name}" for name, n in counts if n)
+    return [f"classes differ from the stored truth: {found}"]
+
+
+def _over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
+    """The largest error ÷ ceiling, and what it says when it is above 1. A bound of 0 allows no error."""
+    bound = torch.where(torch.isnan(ceiling), math.inf, ceiling)
+    share = torch.where(e == 0, 0.0, e.abs() / bound)
+    if not share.numel():
+        return 0.0, []
+    worst = int(share.argmax())
+    value = float(share.flatten()[worst])
+    if value <= 1:
+        return value, []
+    b, h, i, c = (int(n) for n in torch.unravel_index(torch.tensor(worst), e.shape))
+    size, most = float(e[b, h, i, c].abs()), float(bound[b, h, i, c])
+    return value, [
+        f"error {size:.3g} at b={b} h={h} i={i} c={c} exceeds {most:.3g}, which no correct run does"
+    ]
+
+
+def _mean(x: Tensor) -> float:
+    kept = x[torch.isfinite(x)]
+    return float(kept.mean()) if kept.numel() else math.nan
+
+
+def _rms(x: Tensor) -> float:
+    return math.sqrt(_mean(x * x)) if x.numel() else 0.0

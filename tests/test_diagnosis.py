@@ -1,0 +1,79 @@
+"""The name and size of planted faults. All of `planted.PLANTS` in all precisions: benchmarks/planted_faults.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from planted import PLANTS, RECIPES, Kernel, Plant, made, planted
+
+from harness import Status
+from harness.diagnosis import NOTHING, variants
+from harness.recipe import get_recipe
+
+QUICK = {
+    "scale omitted": "fp16", "key 37 lost": "bf16", "next key leaks": "bf16", "heads swapped": "fp8_e4m3",
+    "GQA interleaved": "bf16", "stale block": "bf16", "rotated V block": "fp16", "K not descaled": "fp8_e4m3",
+    "V scale of head 0": "fp8_e4m3", "P cut": "bf16", "O cut": "fp16", "no rescale": "bf16", "sink dropped": "bf16",
+    "bias dropped": "bf16", "bias scaled": "fp32", "softcap ignored": "bf16", "window left − 1": "bf16",
+    "alignment swapped": "bf16", "kv_lens ignored": "bf16", "mask inverted": "fp8_e4m3", "mean of V": "fp8_e4m3",
+    "all zeros": "fp8_e4m3", "not normalised": "bf16", "normalised by 1.01": "bf16",
+}  # fmt: skip
+BY_NAME = {p.name: p for p in PLANTS}
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_planted_fault_is_named(name: str) -> None:
+    plant = BY_NAME[name]
+    call, out = planted(plant, QUICK[name], plant.masks[-1], size=(1, 4, 128, 32))
+    j = call.judge(out)
+    assert j.status is Status.FAIL
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault in plant.said, str(j)
+    assert plant.size is None or j.diagnosis.size == pytest.approx(plant.size, rel=0.1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_scale_that_is_off_by_a_five_hundredth_is_named_with_its_size(recipe: str, causal: bool) -> None:
+    plant: Plant = BY_NAME["scale + 0.2 %"]
+    call, out = planted(plant, recipe, causal)
+    j = call.judge(out)
+    assert j.status is Status.FAIL
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "scale"
+    assert j.diagnosis.size == pytest.approx(math.log(1.002), rel=0.1)
+    assert not j.diagnosis.rivals
+
+
+def test_error_like_no_known_fault_is_unknown() -> None:
+    call = made((1, 2, 64, 32), "bf16")
+    out = Kernel()(call)
+    j = call.judge(out + 0.1 * torch.randn(out.shape, generator=torch.Generator().manual_seed(0)))
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == NOTHING
+    assert "no known fault explains it" in str(j.diagnosis)
+
+
+def test_two_faults_that_are_one_here_are_rivals() -> None:
+    # A sink's loss and a smaller denominator are the same where every row has one key: o·(1 + e^(sink − s)).
+    call = made((1, 2, 64, 32), "fp32", kv_heads=1)  # one kv head: interleaved or in groups, each reads it
+    out = Kernel()(call).roll(-1, 1)  # two heads: the next one, the previous one, swapped and reversed are one fault
+    j = call.judge(out)
+    assert j.diagnosis is not None
+    names = {j.diagnosis.fault, *j.diagnosis.rivals}
+    assert names == {"next head", "previous head", "heads swapped", "heads reversed"}
+
+
+def test_what_passes_has_no_diagnosis() -> None:
+    call = made((1, 2, 64, 32), "bf16")
+    assert call.judge(Kernel()(call)).diagnosis is None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_variants_differ_from_the_recipe_in_one_thing(recipe: str) -> None:
+    own = get_recipe(recipe)
+    digests = [r.digest for _, _, r in variants(own)]
+    assert own.digest not in digests
+    assert len(set(digests)) == len(digests)

@@ -1,0 +1,286 @@
+"""`judge` from outside: what passes, what never does, what is not told apart, and what a wrong argument is told."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from planted import KINDS, RECIPES, Kernel, made
+from problems import problems
+from torch import Tensor
+
+import harness
+from harness import AttentionSpec, Recipe, Status
+from harness.operands import Extras
+
+SMALL = (1, 2, 128, 32)
+ALL = tuple(r for r in harness.recipes() if r != "fp64")
+
+
+# --- honest kernels --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ALL)
+def test_online_softmax_with_other_blocks_than_a_twins_passes(recipe: str) -> None:
+    for seed, kind in enumerate(KINDS * 2):
+        c = made(SMALL, recipe, seed, causal=bool(seed % 2), kind=kind)
+        for block in (48, 96):
+            got = harness.get("online_softmax").run_stored(c.stored, c.spec, c.recipe, Extras(), block=block)
+            j = c.judge(got.out, lse=got.lse)
+            assert j.status is Status.PASS, (kind, block, str(j))
+            assert j.diagnosis is None
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_fused_kernel_of_torch_passes(recipe: str, causal: bool) -> None:
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
+    for seed, kind in enumerate(KINDS * 2):
+        c = made((1, 2, 160, 64), recipe, seed, causal=causal, kind=kind)
+        q, k, v = (x.values.to(dtype) for x in c.stored)
+        got = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        j = c.judge(got)
+        assert j.status is Status.PASS, (kind, str(j))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_kernel_that_shares_nothing_with_the_harness_passes(recipe: str, kind: str) -> None:
+    c = made(SMALL, recipe, causal=True, kind=kind, extras={"sinks": torch.tensor([1.0, -2.0])}, softcap=20.0)
+    j = c.judge(Kernel(block=40)(c))
+    assert j.status is Status.PASS, str(j)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_rounded_key_that_is_exact_in_a_twins_block_is_no_fault(recipe: str) -> None:
+    # The largest score stands in the second block of 128 keys; the first block's own, all but as large, is cast to 1
+    # there, and rounded where all keys are one block.
+    c = made((1, 2, 256, 64), recipe, 0, causal=True, kind="peaked")
+    j = c.judge(Kernel(block=256)(c))
+    assert j.status is Status.PASS, str(j)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_status_and_size_are_those_of_permuted_heads_and_sequences(recipe: str) -> None:
+    c = made((2, 4, 64, 32), recipe, causal=True, kv_heads=2)
+    wrong = Kernel(scale=1.02)(c)
+    first = c.judge(wrong)
+    q, k, v = (x.flip(1).flip(0) for x in c.exact)
+    second = harness.judge(wrong.flip(1).flip(0), q, k, v, spec=c.spec, recipe=c.recipe, quantize=True)
+    assert first.status is second.status is Status.FAIL
+    assert first.diagnosis is not None
+    assert second.diagnosis is not None
+    assert first.diagnosis.fault == second.diagnosis.fault
+    assert second.diagnosis.size == pytest.approx(first.diagnosis.size, rel=1e-9)
+    assert second.margins.ratio == pytest.approx(first.margins.ratio, rel=1e-9)
+
+
+# --- what never passes ---------------------------------------------------------------------------------------------
+
+
+def zeros(c: Any) -> Tensor:
+    return torch.zeros(*c.exact[0].shape[:3], c.exact[2].shape[3])
+
+
+def mean_of_v(c: Any) -> Tensor:
+    v = c.stored[2].values
+    return v.repeat_interleave(c.exact[0].shape[1] // v.shape[1], 1).mean(2, keepdim=True).expand_as(zeros(c))
+
+
+def nan(c: Any) -> Tensor:
+    return torch.full_like(zeros(c), math.nan)
+
+
+@pytest.mark.parametrize("wrong", [zeros, mean_of_v, nan])
+@pytest.mark.parametrize("recipe", ALL)
+def test_constant_outputs_never_pass(wrong: Callable[[Any], Tensor], recipe: str) -> None:
+    for kind in KINDS:
+        c = made((1, 2, 48, 32), recipe, kind=kind)
+        assert c.judge(wrong(c)).status is Status.FAIL, kind
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_one_element_of_another_class_fails(recipe: str, value: float) -> None:
+    c = made((1, 2, 48, 32), recipe)
+    out = Kernel()(c)
+    out[0, 1, 5, 7] = value
+    j = c.judge(out)
+    assert j.status is Status.FAIL
+    assert any("classes differ" in r for r in j.reasons)
+    assert j.diagnosis is not None
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_one_wrong_element_fails(recipe: str) -> None:
+    c = made((1, 2, 48, 32), recipe)
+    out = Kernel()(c)
+    out[0, 1, 5, 7] += 1.0
+    j = c.judge(out)
+    assert j.status is Status.FAIL
+    assert any("i=5" in r or "5, 7" in r for r in j.reasons)
+
+
+def test_lse_beyond_its_ceiling_fails_whatever_the_output() -> None:
+    c = made((1, 2, 48, 32), "bf16")
+    got = harness.get("online_softmax").run_stored(c.stored, c.spec, c.recipe, Extras())
+    assert c.judge(got.out, lse=got.lse).status is Status.PASS
+    for lse in (got.lse + 0.01, got.lse * math.nan, got.lse.log2()):
+        j = c.judge(got.out, lse=lse)
+        assert j.status is Status.FAIL
+        assert j.reasons[0].startswith("lse")
+
+
+# --- inputs that cannot tell ----------------------------------------------------------------------------------------
+
+
+def test_useless_yardstick_is_inconclusive() -> None:
+    # P of 8,192 keys, normalised before a cast without a scale: nearly all of it flushes.
+    recipe = Recipe(
+        "flushed", storage=dict.fromkeys("qkv", "fp8_e4m3"), at={"probs": "fp8_e4m3", "out": "bf16"},
+        normalise="early",
+    )  # fmt: skip
+    c = made((1, 1, 16, 32), recipe, kv_len=8192)
+    out = harness.get("naive_masked").run_stored(c.stored, c.spec, c.recipe, Extras()).out
+    j = c.judge(out, form=harness.error_model.WHOLE)
+    assert j.status is Status.INCONCLUSIVE, str(j)
+    assert any("yardstick" in r for r in j.reasons)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_are_inconclusive(rows: int) -> None:
+    c = made((1, 1, rows, 32), "bf16", kv_len=40)
+    j = c.judge(Kernel()(c))
+    assert j.status is Status.INCONCLUSIVE
+    assert "independent rows" in j.reasons[0]
+
+
+def test_equal_rows_count_as_one() -> None:
+    c = made((1, 1, 1, 32), "bf16", kv_len=40)
+    q = c.exact[0].expand(1, 1, 64, 32)
+    out = Kernel()(c).expand(1, 1, 64, 32)
+    j = harness.judge(out, q, *c.exact[1:], recipe="bf16", quantize=True)
+    assert j.status is Status.INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("size", "keys", "width"),
+    [
+        ((1, 2, 0, 4), 5, 4),
+        ((1, 2, 5, 4), 0, 4),
+        ((1, 2, 5, 0), 6, 4),
+        ((1, 2, 5, 4), 6, 0),
+        ((0, 2, 5, 4), 6, 4),
+    ],
+)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_empty_shapes_are_judged_without_a_crash(
+    size: tuple[int, ...], keys: int, width: int, recipe: str
+) -> None:
+    b, h, n, d = size
+    q, k, v = torch.ones(b, h, n, d), torch.ones(b, h, keys, d), torch.ones(b, h, keys, width)
+    out = torch.zeros(b, h, n, width) if keys == 0 else torch.ones(b, h, n, width)
+    j = harness.judge(out, q, k, v, recipe=recipe, quantize=True)
+    assert j.status in (Status.PASS, Status.INCONCLUSIVE), str(j)
+    if out.numel():
+        assert harness.judge(out + 1, q, k, v, recipe=recipe, quantize=True).status is Status.FAIL
+
+
+def test_empty_rows_are_held_to_their_rule() -> None:
+    c = made((1, 2, 40, 32), "bf16", kv_len=24, causal=True)  # the first 16 rows see nothing
+    out = Kernel()(c)
+    assert c.judge(out).status is Status.PASS
+    out[:, :, :16] = math.nan
+    j = c.judge(out)
+    assert j.status is Status.FAIL
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "empty rows"
+
+
+@given(problem=problems(special=True), recipe=st.sampled_from(ALL))
+@settings(max_examples=40)
+def test_no_input_makes_it_crash_and_the_twin_never_fails(problem: Any, recipe: str) -> None:
+    q, k, v = (torch.from_numpy(x) for x in problem.tensors)
+    spec = AttentionSpec(**problem.rules)
+    extras = {n: torch.as_tensor(x) for n, x in problem.extras.items()}
+    if any(x.numel() and not bool(torch.isfinite(x).all()) for x in (q, k, v)) and recipe == "fp8_e4m3_hadamard":
+        return  # a rotation spreads a NaN: another test's business
+    got = harness.get("naive_masked").run(q, k, v, spec, recipe=recipe, quantize=True, **extras)
+    j = harness.judge(got.out, q, k, v, spec=spec, recipe=recipe, quantize=True, lse=got.lse, **extras)
+    assert str(j)
+    zero = harness.judge(got.out * 0 + 77, q, k, v, spec=spec, recipe=recipe, quantize=True, **extras)
+    assert str(zero)
+
+
+# --- the recipe ---------------------------------------------------------------------------------------------------------
+
+
+def test_unit_scale_on_large_keys_is_the_recipes_failure_alone() -> None:
+    c = made((1, 2, 64, 32), "fp8_e4m3_unscaled")
+    q, k, v = c.exact
+    k = k * 400  # beyond 448: stored saturated
+    got = harness.get("online_softmax").run(q, k, v, recipe="fp8_e4m3_unscaled", quantize=True)
+    j = harness.judge(got.out, q, k, v, recipe="fp8_e4m3_unscaled", quantize=True)
+    assert (j.status, j.precision) == (Status.PASS, Status.FAIL), str(j)
+    assert any("saturation in k" in r for r in j.precision_reasons), j.precision_reasons
+
+
+def test_finite_input_stored_as_infinite_is_the_recipes_failure_alone() -> None:
+    q, k, v = made((1, 2, 64, 32), "fp16").exact
+    v = v.clone()
+    v[0, 0, 3, 5] = 1e5
+    got = harness.get("online_softmax").run(q, k, v, recipe="fp16", quantize=True)
+    j = harness.judge(got.out, q, k, v, recipe="fp16", quantize=True)
+    assert (j.status, j.precision) == (Status.PASS, Status.FAIL), str(j)
+    assert any(" in v" in r for r in j.precision_reasons), j.precision_reasons
+
+
+def test_precision_is_unknown_without_the_exact_inputs_and_held_to_a_budget_with_them() -> None:
+    c = made((1, 2, 64, 32), "bf16")
+    out, values = Kernel()(c), [x.values for x in c.stored]
+    assert harness.judge(out, *values, recipe="bf16").precision is Status.INCONCLUSIVE
+    assert harness.judge(out, *values, recipe="bf16", exact=c.exact).precision is Status.PASS
+    assert c.judge(out, budget=1.0).precision is Status.PASS
+    j = c.judge(out, budget=1e-9)
+    assert (j.status, j.precision) == (Status.PASS, Status.FAIL)
+    assert "over the budget" in j.precision_reasons[-1]
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------
+
+X = torch.ones(1, 2, 6, 4)
+WRONG: list[dict[str, Any]] = [
+    {"out": None}, {"out": X[..., :3]}, {"out": X[:, :1]}, {"out": X.int()}, {"out": X.tolist()}, {"out": X.to("meta")},
+    {"q": None}, {"q": X[0]}, {"q": X.int()}, {"q": X.bool()}, {"q": 3}, {"k": X[..., :3]}, {"k": X[:, :, :3]},
+    {"k": X.to("meta")}, {"v": X[:, :1]}, {"v": torch.cat([X, X])}, {"k": X.to(torch.float8_e4m3fn)},
+    {"spec": "causal"}, {"spec": True}, {"recipe": "bf17"}, {"recipe": None}, {"recipe": 3}, {"lse": X},
+    {"lse": X[..., 0].int()}, {"lse": 1.0}, {"mask": X}, {"mask": torch.ones(7, dtype=torch.bool)},
+    {"bias": torch.ones(7)}, {"bias": X.bool()}, {"sinks": torch.ones(3)}, {"sinks": "x"}, {"kv_lens": [7]},
+    {"kv_lens": [1.5]}, {"kv_lens": [-1]}, {"scales": 1.0}, {"scales": (1.0, 2.0)}, {"scales": "abc"},
+    {"scales": (1.0, None, None)}, {"exact": X}, {"exact": (X, X)}, {"exact": (X, X, X[..., :2])}, {"exact": (X, X, None)},
+    {"exact": (X.int(),) * 3}, {"exact": 3}, {"budget": 0}, {"budget": -1.0}, {"budget": math.nan}, {"budget": "1"},
+    {"budget": True}, {"q": X + 1e-3}, {"form": "stream"}, {"form": None},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{next(iter(w))}={str(next(iter(w.values())))[:20]}")
+def test_wrong_argument_is_told_in_one_line_what_is_allowed(wrong: dict[str, Any]) -> None:
+    arguments = {"out": X, "q": X, "k": X, "v": X, **wrong}
+    with pytest.raises(ValueError, match=r"allowed|cannot|hold|different|must") as caught:
+        harness.judge(**arguments)
+    assert "\n" not in str(caught.value)
+
+
+def test_judgement_reads_as_a_page() -> None:
+    c = made((1, 2, 128, 32), "bf16", causal=True)
+    good, bad = str(c.judge(Kernel()(c))), str(c.judge(Kernel(scale=1.05)(c)))
+    assert good.startswith("implementation: PASS\n  error ")
+    assert "recipe: PASS" in good
+    assert bad.startswith("implementation: FAIL\n")
+    assert "likeliest: the softmax scale is off: size +0.0" in bad
+    assert max(len(line) for line in (good + bad).splitlines()) < 240
