@@ -192,7 +192,22 @@ class Docket:
                 scales=tuple(x.scale for x in self.stored),  # type: ignore[arg-type]
             )  # fmt: skip
             self._expected.update(zip(new, found, strict=True))
-        return [_promised(self._expected[f]) for f in forms]
+        return [_promised(self._held(f)) for f in forms]
+
+    def _held(self, form: Form) -> Expectation:
+        """What an implementation is held to. That exp(s) overflows without the max is its own doing and not the
+        recipe's: where its form is promised nothing, it is held to what the recipe can do."""
+        own = self._expected[form]
+        if form.subtract_max:
+            return own
+        self.expected([WHOLE])
+        best, lost = self._expected[WHOLE], torch.isinf(own.ceiling) | torch.isinf(own.variance)
+        lse_lost = torch.isinf(own.lse_ceiling) | torch.isinf(own.lse_variance)
+        return Expectation(
+            torch.where(lost, best.variance, own.variance), torch.where(lost, best.ceiling, own.ceiling),
+            torch.where(lse_lost, best.lse_variance, own.lse_variance),
+            torch.where(lse_lost, best.lse_ceiling, own.lse_ceiling),
+        )  # fmt: skip
 
     def bench(self, form: Form) -> Bench:
         """Twins and directions, under the expectation of the form that comes first."""

@@ -30,6 +30,7 @@ BLOCK_ROWS = 32
 FEWEST_ROWS = 4  # independent rows below which nothing is concluded
 YARDSTICK_LIMIT = 0.25  # expected error over the output's own size, beyond which the yardstick says nothing
 SHRINK_LIMIT = 0.1  # a smallest visible shrink beyond which the inputs say nothing
+TOLD = 2  # directions that are told with their figures
 FEWEST_KEY_ROWS = 40  # |T| ≤ √n: with fewer rows than τ² no lost key can show
 
 
@@ -128,7 +129,10 @@ class Bench:
             yard = _Yardstick(e, variance, finite, self)
         reasons += reason + yard.reasons()
         along, tau = self._directions(out, first, at)
-        reasons += [self._told(x) for x in along if x.significant]
+        found = [x for x in along if x.significant]  # a large fault shows along most directions
+        reasons += [self._told(x) for x in found[:TOLD]]
+        if found[TOLD:]:
+            reasons.append(f"so it does along {', '.join(x.name for x in found[TOLD:])}")
         reasons += self._lost_key(out, first, at, tau)
         largest = max(along, key=lambda x: abs(x.shift.t), default=None)
         margins = Margins(
@@ -166,7 +170,8 @@ class Bench:
     def _told(self, x: Along) -> str:
         what = DIRECTIONS[x.name]
         if abs(x.shift.t) > x.spread.t:
-            return f"{what} ({x.name} {x.shift.theta:+.3g} ± {x.shift.se:.2g}, |T| = {abs(x.shift.t):.1f})"
+            told = f"{x.name} {x.shift.theta:+.3g} ± {x.shift.se:.2g}, |T| = {abs(x.shift.t):.1f}"
+            return f"the error points to: {what} ({told})"
         return f"errors along “{x.name}” scatter {x.spread.ratio:.2f} × as much as the twin's (T = {x.spread.t:.1f})"
 
     # --- directions --------------------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
-"""Measured against expected error, cell by cell: `python tests/error_study.py` prints the table of docs/error-model.md.
+"""Measured against expected error, cell by cell.
+
+`PYTHONPATH=. python tests/error_study.py` prints the table of docs/error-model.md.
 
 A cell is one kind of data, length, masking, recipe and algorithm; squares are pooled over all elements and seeds.
 """

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from harness import load_cases
-from harness.certify import LIMIT, certifiable, certificate, certify_cases, enclose
+from harness.certify import certificate, certify_cases
+from harness.enclosure import LIMIT, certifiable, enclose
 from harness.operands import NO_EXTRAS, Extras, check
 from harness.spec import AttentionSpec, Shape
 from harness.truth import Truth, reference
@@ -128,7 +129,7 @@ def test_torch_sdpa_in_fp64_is_within_its_own_error_of_the_balls(n: int) -> None
 
 
 def test_precision_grows_until_scores_of_any_size_are_known() -> None:
-    """Scores of 1e60 times an irrational scale: 192 bits leave a hundred of either side; the key with the largest takes all."""
+    """Scores of 1e60 times an irrational scale: 192 bits leave them a radius of a hundred."""
     q, k, v = qkv(4)
     found = enclose(q * 1e30, k * 1e30, v)
     assert found.bits > 192

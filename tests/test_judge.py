@@ -3,49 +3,59 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from planted import KINDS, RECIPES, Kernel, made
+from planted import KINDS, RECIPES, Kernel, Made, made
 from problems import problems
 from torch import Tensor
 
 import harness
 from harness import AttentionSpec, Recipe, Status
+from harness.error_model import BLACK_BOX, WHOLE, Form
+from harness.judging import Docket
 from harness.operands import Extras
 
-SMALL = (1, 2, 128, 32)
+SMALL = (1, 2, 64, 32)
 ALL = tuple(r for r in harness.recipes() if r != "fp64")
 
 
 # --- honest kernels --------------------------------------------------------------------------------------------------
 
 
+SEEDS = 20  # benchmarks/false_alarms.py does 500
+
+
+def statuses(c: Made, outs: Sequence[Tensor], forms: Sequence[Form]) -> list[str]:
+    """What each output of one call is judged, with its reasons where it does not pass."""
+    found = Docket(c.stored, c.spec, Extras(), c.recipe).verdicts(outs, forms)
+    return [v.status.value + ("" if v.status is Status.PASS else f": {v.reasons}") for v in found]
+
+
 @pytest.mark.parametrize("recipe", ALL)
 def test_online_softmax_with_other_blocks_than_a_twins_passes(recipe: str) -> None:
-    for seed, kind in enumerate(KINDS * 2):
-        c = made(SMALL, recipe, seed, causal=bool(seed % 2), kind=kind)
-        for block in (48, 96):
-            got = harness.get("online_softmax").run_stored(c.stored, c.spec, c.recipe, Extras(), block=block)
-            j = c.judge(got.out, lse=got.lse)
-            assert j.status is Status.PASS, (kind, block, str(j))
-            assert j.diagnosis is None
+    for seed in range(SEEDS if recipe in RECIPES else len(KINDS)):
+        c = made((1, 2, 112, 32), recipe, seed, causal=bool(seed % 2), kind=KINDS[seed % len(KINDS)])
+        online = harness.get("online_softmax")
+        outs = [
+            online.run_stored(c.stored, c.spec, c.recipe, Extras(), block=block).out for block in (48, 96)
+        ]
+        assert statuses(c, outs, [Form("stream", 48), BLACK_BOX]) == ["PASS", "PASS"], (seed, c.spec)
 
 
 @pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_fused_kernel_of_torch_passes(recipe: str, causal: bool) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[recipe]
-    for seed, kind in enumerate(KINDS * 2):
-        c = made((1, 2, 160, 64), recipe, seed, causal=causal, kind=kind)
+    for seed in range(SEEDS):
+        c = made((1, 2, 144, 32), recipe, seed, causal=causal, kind=KINDS[seed % len(KINDS)])
         q, k, v = (x.values.to(dtype) for x in c.stored)
         got = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        j = c.judge(got)
-        assert j.status is Status.PASS, (kind, str(j))
+        assert statuses(c, [got], [BLACK_BOX]) == ["PASS"], (seed, c.spec)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -67,7 +77,7 @@ def test_rounded_key_that_is_exact_in_a_twins_block_is_no_fault(recipe: str) -> 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_status_and_size_are_those_of_permuted_heads_and_sequences(recipe: str) -> None:
-    c = made((2, 4, 64, 32), recipe, causal=True, kv_heads=2)
+    c = made((2, 4, 40, 16), recipe, causal=True, kv_heads=2)
     wrong = Kernel(scale=1.02)(c)
     first = c.judge(wrong)
     q, k, v = (x.flip(1).flip(0) for x in c.exact)
@@ -101,7 +111,8 @@ def nan(c: Any) -> Tensor:
 def test_constant_outputs_never_pass(wrong: Callable[[Any], Tensor], recipe: str) -> None:
     for kind in KINDS:
         c = made((1, 2, 48, 32), recipe, kind=kind)
-        assert c.judge(wrong(c)).status is Status.FAIL, kind
+        (told,) = statuses(c, [wrong(c)], [BLACK_BOX])
+        assert told.startswith("FAIL"), (kind, told)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -147,7 +158,7 @@ def test_useless_yardstick_is_inconclusive() -> None:
     )  # fmt: skip
     c = made((1, 1, 16, 32), recipe, kv_len=8192)
     out = harness.get("naive_masked").run_stored(c.stored, c.spec, c.recipe, Extras()).out
-    j = c.judge(out, form=harness.error_model.WHOLE)
+    j = c.judge(out, form=WHOLE)
     assert j.status is Status.INCONCLUSIVE, str(j)
     assert any("yardstick" in r for r in j.reasons)
 
@@ -203,7 +214,7 @@ def test_empty_rows_are_held_to_their_rule() -> None:
 
 
 @given(problem=problems(special=True), recipe=st.sampled_from(ALL))
-@settings(max_examples=40)
+@settings(max_examples=15)
 def test_no_input_makes_it_crash_and_the_twin_never_fails(problem: Any, recipe: str) -> None:
     q, k, v = (torch.from_numpy(x) for x in problem.tensors)
     spec = AttentionSpec(**problem.rules)
@@ -271,7 +282,7 @@ WRONG: list[dict[str, Any]] = [
 @pytest.mark.parametrize("wrong", WRONG, ids=lambda w: f"{next(iter(w))}={str(next(iter(w.values())))[:20]}")
 def test_wrong_argument_is_told_in_one_line_what_is_allowed(wrong: dict[str, Any]) -> None:
     arguments = {"out": X, "q": X, "k": X, "v": X, **wrong}
-    with pytest.raises(ValueError, match=r"allowed|cannot|hold|different|must") as caught:
+    with pytest.raises(ValueError, match=r"allowed|cannot|leave it out") as caught:
         harness.judge(**arguments)
     assert "\n" not in str(caught.value)
 

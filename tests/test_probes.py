@@ -76,7 +76,8 @@ def test_every_probe_is_asked_by_some_of_these_options() -> None:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_softmax_without_its_maximum_fails_when_a_constant_is_added(recipe: str) -> None:
     found = outcomes(probes(registry.get("naive_unsafe"), SHAPE, AttentionSpec(), recipe))
-    assert found["scores + c"] is Status.FAIL
+    # BF16 holds a score of 300 to ±1: an eager chain promises nothing there
+    assert found["scores + c"] is (Status.REFUSED if recipe == "bf16_eager" else Status.FAIL)
 
 
 @pytest.mark.parametrize("seed", range(3))

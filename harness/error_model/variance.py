@@ -63,7 +63,7 @@ class _Spread(Groups):
         else:
             self._whole()
         # A row of one key is that key's value whatever happens to its score.
-        alone = (b.count == 1) & (b.sink_e == 0)
+        alone = (b.count == 1) & (b.sink_e == 0) & self.form.subtract_max  # exp(s)·v / exp(s) is rounded
         var = (self.var + self.bias**2).masked_fill(alone, 0.0).masked_fill(b.leaves(self.recipe), math.inf)
         lse = self.lse + self.lse_bias**2
         log = b.lse - b.m

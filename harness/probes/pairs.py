@@ -135,19 +135,20 @@ def hidden_poisoned(s: Setting) -> Finding:
 
 
 def _some_unseen(s: Setting) -> list[tuple[Tensor, Tensor]]:
-    """Keys `[B, Hkv, S]`, and the rows that see none of them but some other, `[B, H, L]`: the last third of the keys and
-    the first, or else one key."""
+    """Keys `[B, Hkv, S]`, and the rows `[B, H, L]` that see none of them but some other: the last third of the keys
+    and the first, or else one key."""
     seen, count = s.visible, s.shape.S
-    third, found = max(1, count // 3), []
+    third = max(1, count // 3)
+    found: list[tuple[Tensor, Tensor]] = []
     singles = ((j, j + 1) for j in reversed(range(count)))
-    for start, stop in ((max(count - third, 0), count), (0, third), *singles):
+    for n, (start, stop) in enumerate(((max(count - third, 0), count), (0, third), *singles)):
+        if found and n > 1:  # single keys only where neither third will do
+            break
         rows = ~seen[..., start:stop].any(-1) & seen.any(-1)
         if bool(rows.any()):
             keys = torch.zeros(s.shape.batch, s.shape.Hkv, count, dtype=torch.bool)
             keys[..., start:stop] = True
             found.append((keys, rows))
-        if found and start == 0:  # single keys only where neither third will do
-            break
     if not found:
         raise NothingToAsk("every row sees every key, or none")
     return found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -61,7 +61,9 @@ def of_algorithm(algorithm: Any, recipe: Recipe, *, twin: bool = True, **options
     name, other = getattr(algorithm, "name", ""), None
     if twin and name in _OTHER_CACHE:
         other = of_algorithm(registry.get(_OTHER_CACHE[name]), recipe, twin=False)
-    return Run(call, form_of(name, {**getattr(algorithm, "options", {}), **options}), other)
+    # Held to what attention is: an algorithm that says it subtracts no max would be promised nothing.
+    form = replace(form_of(name, {**getattr(algorithm, "options", {}), **options}), subtract_max=True)
+    return Run(call, form, other)
 
 
 def of_callable(f: Callable[..., Any], recipe: Recipe, form: Form = BLACK_BOX) -> Run:

@@ -154,6 +154,10 @@ def within(got: Tensor, want: Tensor, bound: Tensor, detail: str = "") -> Findin
     share = share.masked_fill(same | free, 0.0).nan_to_num(nan=math.inf, posinf=math.inf)
     if not share.numel():
         return Finding(True, "nothing", "nothing", None, detail)
+    if bool(free.all()):
+        raise NothingToAsk(
+            "the recipe promises nothing here: it does not hold scores as large to a fraction of 1"
+        )
     index = int(share.argmax())
     at = tuple(int(n) for n in torch.unravel_index(torch.tensor(index), share.shape))
     if bool(free.any()):
