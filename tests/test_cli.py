@@ -20,7 +20,7 @@ from harness.cli import main, progress
 from harness.records import Status, read_records, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = ("--cases", "smoke", "--only", "smoke/worked-*", "-i", "naive_masked", "-r", "bf16", "--jobs", "1")
+QUICK = ("--cases", "smoke", "--only", "smoke/causal-*", "-i", "naive_masked", "-r", "bf16", "--jobs", "1")
 CASE = "from harness import *\nCASES = [Case('mine', 'one', Shape(q_len=4, head_dim=8), 'a why'{})]\n"
 
 # What an installed package would bring: one kills its process, one never ends. Both wait for what the test needs.
@@ -214,22 +214,19 @@ def test_run_writes_records_and_report_and_says_how_far_it_is(call: Call, tmp_pa
     assert {p.name for p in folder.iterdir()} == {
         "records.jsonl", "report.md", "cells.csv", "cases.csv", "hazards.csv",
     }  # fmt: skip
-    assert [r.case for r in read_records(folder / "records.jsonl")] == [
-        "smoke/worked-example",
-        "smoke/worked-example-causal",
-    ]
+    assert [r.case for r in read_records(folder / "records.jsonl")] == ["smoke/causal-gqa"] * 3
     first, last = done.err.splitlines()
-    assert first == "2 cells: 2 cases, 1 implementation, 1 recipe, 3 seeds, 1 job, cpu; loading torch"
-    assert last.startswith("2/2 cells, ")
+    assert first == "3 cells: 1 case, 1 implementation, 1 recipe, 3 seeds, 1 job, cpu; loading torch"
+    assert last.startswith("3/3 cells, ")
     assert "\r" not in done.err
-    assert "PASS 2" in done.out
+    assert "PASS 3" in done.out
     again = call("report")
     assert again.code == 0
     assert again.out == done.out
 
 
 def test_comma_lists_and_repeats_are_equal_and_resume_keeps_records(call: Call, tmp_path: Path) -> None:
-    common = ("--cases", "smoke", "--only", "smoke/worked-example", "--jobs", "1", "--no-report")
+    common = ("--cases", "smoke", "--only", "smoke/normal", "--seeds", "1", "--jobs", "1", "--no-report")
     joined = call("run", *common, "-i", "naive_masked, online_softmax", "-r", "bf16,fp32", "--out", "a")
     apart = call(
         "run", *common, "-i", "naive_masked", "--implementation", "online_softmax", "--recipes", "bf16",
@@ -367,7 +364,7 @@ def test_gate_runs_the_smoke_cases_when_no_records_are_given(call: Call, tmp_pat
     assert (tmp_path / "reports/baselines/smoke.jsonl").is_file()
     done = call("gate", *QUICK[2:])
     assert done.code == 0, done
-    assert "no regression; 2 cells" in done.out
+    assert "no regression; 1 cells" in done.out
 
 
 def test_log_gets_a_line_every_ten_seconds_and_a_last_one(
