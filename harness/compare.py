@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,7 +76,7 @@ def _figures(
         "bias_ulp": float(in_ulps.sum()) / count,
         "slope": _ratio(along, power),
         "truth_rms": math.sqrt(power / count),
-        "worst": tuple(int(n) for n in torch.unravel_index(torch.tensor(worst), delta.shape)),
+        "worst": unravel(worst, delta.shape),
     }
 
 
@@ -95,3 +97,8 @@ def _decibel(power: float, square: float) -> float:
     return (
         10 * (math.log10(power) - math.log10(square)) if power else -math.inf
     )  # the quotient could underflow
+
+
+def unravel(flat: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """Index of a flat position in a contiguous tensor. (torch's own takes half a millisecond.)"""
+    return tuple(int(n) for n in np.unravel_index(flat, tuple(shape)))

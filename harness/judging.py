@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.compare import compare
+from harness.compare import compare, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
 from harness.error_model import BLACK_BOX, WHOLE, Expectation, Form, expectations
@@ -173,6 +173,8 @@ class Docket:
         self._ideal_truth = ideal_truth
         self.twins = Twins(stored, spec, recipe, extras)
         self._expected: dict[Form, Expectation] = dict(expected or {})
+        self._promises: dict[Form, Expectation] = {}
+        self._totals: dict[int, Errors] = {}  # by the identity of a verdict: equal outputs share theirs
         self._floors: dict[Form, tuple[float, float]] = {}
         self._bench: Bench | None = None
         self._storage = storage
@@ -192,7 +194,12 @@ class Docket:
                 scales=tuple(x.scale for x in self.stored),  # type: ignore[arg-type]
             )  # fmt: skip
             self._expected.update(zip(new, found, strict=True))
-        return [_promised(self._held(f)) for f in forms]
+        return [self._promise(f) for f in forms]
+
+    def _promise(self, form: Form) -> Expectation:
+        if form not in self._promises:
+            self._promises[form] = _promised(self._held(form))
+        return self._promises[form]
 
     def _held(self, form: Form) -> Expectation:
         """What an implementation is held to. That exp(s) overflows without the max is its own doing and not the
@@ -253,7 +260,10 @@ class Docket:
         diagnosis = self.diagnosis(out, verdict, hazards, precise)
         total = None
         if self.exact_truth is not None:
-            total = compare(out, self.exact_truth.out, self.recipe.out_format)
+            total = self._totals.get(id(verdict))
+            if total is None:
+                total = compare(out, self.exact_truth.out, self.recipe.out_format)
+                self._totals[id(verdict)] = total
         precision, why, floor = self.precision(form, total, budget)
         return Judgement(
             status,
@@ -310,7 +320,7 @@ class Docket:
             torch.isfinite(x) & torch.isfinite(t), (x - t).abs() - expected.lse_ceiling, -math.inf
         )
         if over.numel() and float(over.nan_to_num(-math.inf).max()) > 0:
-            at = tuple(int(n) for n in torch.unravel_index(over.nan_to_num(-math.inf).argmax(), over.shape))
+            at = unravel(int(over.nan_to_num(-math.inf).argmax()), over.shape)
             size = float((x - t).abs()[at])
             return (
                 f"lse is off by {size:.3g} at b, h, i = {at}, beyond {float(expected.lse_ceiling[at]):.3g}",

@@ -16,7 +16,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from harness.compare import compare
+from harness.compare import compare, unravel
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
 from harness.formats import get_format
 from harness.records import Errors, Margins, Status
@@ -105,12 +105,20 @@ class Bench:
         wider = wider or [None] * len(outs)
         twin = self.twins[0]
         first = project(self.call, [twin - self.call.truth.out, *(out - twin for out in outs)])
-        return [
-            self._one(out, variance, ceiling, first, at if told else None, more)
-            for at, (out, variance, ceiling, told, more) in enumerate(
-                zip(outs, variances, ceilings, directed, wider, strict=True), 1
+        verdicts: list[Verdict] = []
+        for at, out in enumerate(outs):
+            # Algorithms that do the same sums give the same bits: judged once.
+            twice = (
+                j for j in range(at) if (variances[j] is variances[at]) and directed[j] == directed[at]
+                and wider[j] is wider[at] is None and torch.equal(outs[j], out)
+            )  # fmt: skip
+            same = next(twice, None)
+            verdicts.append(
+                self._one(out, variances[at], ceilings[at], first, at + 1 if directed[at] else None, wider[at])
+                if same is None
+                else verdicts[same]
             )
-        ]
+        return verdicts
 
     def _one(
         self, out: Tensor, variance: Tensor, ceiling: Tensor, first: Projection, at: int | None,
@@ -331,7 +339,7 @@ class _Yardstick:
         z = torch.where(finite & (variance > 0), e.abs() / (variance + own).sqrt(), 0.0)
         limit = slack * threshold(e.numel())
         worst = int(z.argmax())
-        at = tuple(int(n) for n in torch.unravel_index(torch.tensor(worst), e.shape))
+        at = unravel(worst, e.shape)
         self.levels.append((f"element {at}", float(z.flatten()[worst]) / limit, float(z.flatten()[worst])))
 
     def reasons(self) -> list[str]:
@@ -396,7 +404,7 @@ def _over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
     value = float(share.flatten()[worst])
     if value <= 1:
         return value, []
-    b, h, i, c = (int(n) for n in torch.unravel_index(torch.tensor(worst), e.shape))
+    b, h, i, c = unravel(worst, e.shape)
     size, most = float(e[b, h, i, c].abs()), float(bound[b, h, i, c])
     return value, [
         f"error {size:.3g} at b={b} h={h} i={i} c={c} exceeds {most:.3g}, which no correct run does"

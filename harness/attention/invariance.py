@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,7 +33,7 @@ def invariance(a: Result | Tensor, b: Result | Tensor, fmt: str, name: str = "")
     apart = (x - y).abs() / ulp(torch.maximum(x.abs(), y.abs()), fmt)
     apart = torch.where(finite, apart, math.inf).masked_fill(~differs, 0.0)
     index = int(apart.argmax())
-    worst = tuple(int(i) for i in torch.unravel_index(torch.tensor(index), x.shape))
+    worst = tuple(int(i) for i in np.unravel_index(index, tuple(x.shape)))
     delta, norm = (float(torch.where(finite, a, 0.0).norm()) for a in (x - y, y))
     distance = delta / norm if norm else math.inf if delta else 0.0
     return Relation(name, fmt, False, float(apart.max()), int(differs.sum()), x.numel(), worst, distance)
