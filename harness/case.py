@@ -49,10 +49,11 @@ class Case:
     """One problem. `id` is `group/name`: stable, because records and baselines are keyed by it.
 
     `extras`: how `mask`, `bias`, `sinks` and `kv_lens` are drawn, for those it has (kinds in `harness.extras`).
-    `layout`: one of LAYOUTS. `seeds`: run this many draws at most, where the cases are the sample. `relations`: also
-    run what should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and
-    record how far apart they are (first draw alone). `source`: the file it comes from, set on loading; it takes no part
-    in comparisons.
+    `layout`: one of LAYOUTS. `seeds`: run this many draws at most, where the cases are the sample. `recipes`: of those
+    a run takes where none are named, only these, where the others repeat what they show. `relations`: also run what
+    should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and record how
+    far apart they are (first draw alone). `source`: the file it comes from, set on loading; it takes no part in
+    comparisons.
 
     Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """
@@ -66,6 +67,7 @@ class Case:
     extras: Mapping[str, Draw] = field(default_factory=dict)
     layout: str = "contiguous"
     seeds: int | None = None
+    recipes: tuple[str, ...] = ()
     relations: bool = False
     source: str = field(default="", compare=False)
 
@@ -97,6 +99,10 @@ class Case:
             raise ValueError(
                 f"seeds of {self.id} is {self.seeds!r}; allowed: an integer ≥ 1, or None for no limit"
             )
+        if not isinstance(self.recipes, tuple) or not all(isinstance(r, str) for r in self.recipes):
+            raise ValueError(
+                f"recipes of {self.id} is {self.recipes!r}; allowed: a tuple of names, () for all"
+            )
         if not isinstance(self.relations, bool):
             raise ValueError(f"relations of {self.id} is {self.relations!r}; allowed: True, False")
 
@@ -107,6 +113,10 @@ class Case:
     def draws(self, seeds: int) -> int:
         """How many of `seeds` draws run: fewer where all give the same inputs, or the case limits them."""
         return 1 if self.draw.kind in FIXED_DRAWS else min(seeds, self.seeds or seeds)
+
+    def chooses(self, recipe: str) -> bool:
+        """Whether a run that names no recipes takes this one."""
+        return not self.recipes or recipe in self.recipes
 
     @property
     def digest(self) -> str:

@@ -101,7 +101,12 @@ def run_unit(unit: Unit) -> list[Record]:
         record
         for recipe in unit.recipes
         for record in _cells(
-            unit, recipe, problem, shared[recipe.storage_key], shared[ideal_recipe(recipe).storage_key].truth, data
+            unit,
+            recipe,
+            problem,
+            shared[recipe.storage_key],
+            shared[ideal_recipe(recipe).storage_key].truth,
+            data,
         )
     ]
 
@@ -184,7 +189,12 @@ def is_emulated(name: str, recipe: Recipe) -> bool:
 
 
 def _cells(
-    unit: Unit, recipe: Recipe, problem: _Problem, shared: _Shared, ideal: Truth | None, data: dict[str, float]
+    unit: Unit,
+    recipe: Recipe,
+    problem: _Problem,
+    shared: _Shared,
+    ideal: Truth | None,
+    data: dict[str, float],
 ) -> Iterator[Record]:
     """The records of all implementations under one recipe, judged together: they share twins and directions."""
     case, device = unit.case, problem.exact[0].device
@@ -201,7 +211,9 @@ def _cells(
     if docket.twins.first in ran:
         docket.twins.add(ran[docket.twins.first].out)
     forms = {name: _form(name) for name in ran}
-    verdicts = dict(zip(ran, docket.verdicts([r.out for r in ran.values()], list(forms.values())), strict=True))
+    verdicts = dict(
+        zip(ran, docket.verdicts([r.out for r in ran.values()], list(forms.values())), strict=True)
+    )
     for name, outcome in outcomes.items():
         hazards = (*lies[0], *shared.hazards, *outcome.hazards)
         judged = None
@@ -209,7 +221,9 @@ def _cells(
             judged = docket.judgement(
                 ran[name].out, verdicts[name], ran[name].lse, forms[name], hazards, precise=unit.seed == 0
             )
-        yield _record(unit, name, recipe, problem, shared, replace(outcome, hazards=hazards), judged, lies[1], data)
+        yield _record(
+            unit, name, recipe, problem, shared, replace(outcome, hazards=hazards), judged, lies[1], data
+        )
 
 
 def _record(

@@ -38,7 +38,11 @@ def plan(
     chosen = tuple(dict.fromkeys(get_recipe(r) for r in (DEFAULT_RECIPES if recipes is None else recipes)))
     if len({r.name for r in chosen}) < len(chosen):
         raise ValueError("two recipes share one name; give each its own, since records are keyed by it")
-    return [Unit(case, seed, names, chosen, device) for case in cases for seed in range(case.draws(seeds))]
+    return [
+        Unit(case, seed, names, tuple(r for r in chosen if recipes is not None or case.chooses(r.name)), device)
+        for case in cases
+        for seed in range(case.draws(seeds))
+    ]
 
 
 def run(

@@ -104,7 +104,11 @@ class Bench:
         directed = directed or [True] * len(outs)
         wider = wider or [None] * len(outs)
         twin = self.twins[0]
-        first = project(self.call, [twin - self.call.truth.out, *(out - twin for out in outs)])
+        # Only what differs from the twin has directions to test.
+        differ = [directed[i] and not torch.equal(out, twin) for i, out in enumerate(outs)]
+        deltas = [out - twin for out, apart in zip(outs, differ, strict=True) if apart]
+        first = project(self.call, [twin - self.call.truth.out, *deltas] if deltas else [])
+        places = [sum(differ[: i + 1]) if apart else 0 for i, apart in enumerate(differ)]
         verdicts: list[Verdict] = []
         for at, out in enumerate(outs):
             # Algorithms that do the same sums give the same bits: judged once.
@@ -114,14 +118,16 @@ class Bench:
             )  # fmt: skip
             same = next(twice, None)
             verdicts.append(
-                self._one(out, variances[at], ceilings[at], first, at + 1 if directed[at] else None, wider[at])
+                self._one(
+                    out, variances[at], ceilings[at], first, places[at], wider[at]
+                )
                 if same is None
                 else verdicts[same]
             )
         return verdicts
 
     def _one(
-        self, out: Tensor, variance: Tensor, ceiling: Tensor, first: Projection, at: int | None,
+        self, out: Tensor, variance: Tensor, ceiling: Tensor, first: Projection, at: int,
         wider: Wider | None = None,
     ) -> Verdict:  # fmt: skip
         truth = self.call.truth.out
@@ -132,7 +138,9 @@ class Bench:
         over, reason = _over_ceiling(e, ceiling)
         yard = _Yardstick(e, variance, finite, self)
         if wider is not None and (reason or yard.reasons()):
-            variance, ceiling = (torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True))
+            variance, ceiling = (
+                torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True)
+            )
             over, reason = _over_ceiling(e, ceiling)
             yard = _Yardstick(e, variance, finite, self)
         reasons += reason + yard.reasons()
@@ -164,7 +172,9 @@ class Bench:
             doubts.append(f"{rows} independent rows to judge by; at least {FEWEST_ROWS} are needed")
         elif 2 * rows < int(self.independent.sum()):
             share = f"{int(self.independent.sum()) - rows} of {int(self.independent.sum())}"
-            doubts.append(f"the recipe promises nothing for {share} rows: its scores are too coarse, or overflow")
+            doubts.append(
+                f"the recipe promises nothing for {share} rows: its scores are too coarse, or overflow"
+            )
         if self.size and self.expected / self.size > YARDSTICK_LIMIT:
             doubts.append(
                 f"the recipe's own error is {self.expected / self.size:.0%} of the output; beyond {YARDSTICK_LIMIT:.0%}"
@@ -184,7 +194,7 @@ class Bench:
 
     # --- directions --------------------------------------------------------------------------------------------------
 
-    def _directions(self, out: Tensor, first: Projection, at: int | None) -> tuple[tuple[Along, ...], float]:
+    def _directions(self, out: Tensor, first: Projection, at: int) -> tuple[tuple[Along, ...], float]:
         tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
         ok = (
             self.usable
@@ -192,11 +202,11 @@ class Bench:
             & torch.isfinite(self.twins[0]).all(-1).flatten()
         )
         found = {}
-        same = at is None or not bool(first.a[at].any())  # to the bit what the twin is: nothing to test
+        same = not at  # to the bit what the twin is, or like none: nothing to test
         for i, name in enumerate(first.names):
             rows = ok & (first.f[i] > 0)
             if int(rows.sum()) >= FEWEST_ROWS:
-                found[name] = _Tested(first, i, rows, at or 0, same)
+                found[name] = _Tested(first, i, rows, at, same)
         suspects = [name for name, x in found.items() if x.suspect(tau)]
         index = 1
         while suspects and index < len(self.twins):  # an honest kernel is near one of the twins
@@ -220,9 +230,9 @@ class Bench:
         scattered = x.spread.t > tau and excess > self.limits.dispersion and x.spread.ratio > 1.25
         return Along(name, x.shift, x.spread, effect, excess, moved or scattered, math.sqrt(2) * tau / x.norm)
 
-    def _lost_key(self, out: Tensor, first: Projection, at: int | None, tau: float) -> list[str]:
+    def _lost_key(self, out: Tensor, first: Projection, at: int, tau: float) -> list[str]:
         """Whether one key is missing from all rows that see it."""
-        if at is None or not torch.isfinite(self.twins[0]).all() or not torch.isfinite(out).all():
+        if not at or not torch.isfinite(self.twins[0]).all() or not torch.isfinite(out).all():
             return []
         worst = self._key_statistic(first, at)
         if worst is None or abs(worst[1]) <= tau:
@@ -235,11 +245,17 @@ class Bench:
         power, square = key_powers(self.call)
         theta = first.key_sum[at] / power.clamp(min=1e-300)
         se = first.key_square[at].sqrt() / power.clamp(min=1e-300)
-        size = (square / max(out.numel(), 1)).sqrt() / self.size if self.size else torch.full_like(power, math.inf)
+        size = (
+            (square / max(out.numel(), 1)).sqrt() / self.size
+            if self.size
+            else torch.full_like(power, math.inf)
+        )
         effect = (theta.abs() - tau * se).clamp(min=0.0) * size
         if float(effect[worst[0]]) <= self.limits.mean:  # as a biased exp moves a heavy key
             return []
-        key = int((theta * theta * power).argmax())  # errors along one key lie along its like too: energy names it
+        key = int(
+            (theta * theta * power).argmax()
+        )  # errors along one key lie along its like too: energy names it
         what = "lost" if float(theta[key]) > 0 else "counted twice"
         return [f"key {key} is {what} (size {float(theta[key]):+.3g}, |T| = {abs(worst[1]):.1f} along keys)"]
 

@@ -20,7 +20,7 @@ from harness.attention.naive import attend
 from harness.attention.rows import Problem, key_range
 
 
-def decode_with_cache(ar: Arithmetic, p: Problem, steps: int = 8) -> tuple[Tensor, Tensor]:
+def decode_with_cache(ar: Arithmetic, p: Problem, steps: int = 4) -> tuple[Tensor, Tensor]:
     """The last `steps` rows one at a time, the rows before them as one prefill."""
     sh, storage = p.shape, ar.recipe.storage
     cache = KVCache(
@@ -42,4 +42,4 @@ def decode_with_cache(ar: Arithmetic, p: Problem, steps: int = 8) -> tuple[Tenso
     return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
-DECODE_WITH_CACHE = Algorithm("decode_with_cache", decode_with_cache, options={"steps": 8})
+DECODE_WITH_CACHE = Algorithm("decode_with_cache", decode_with_cache, options={"steps": 4})

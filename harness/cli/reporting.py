@@ -66,5 +66,5 @@ def _whole(records: list[Record]) -> bool:
         for case in load_cases("all")
         for seed in range(case.draws(SEEDS))
         for name in registry.default_implementations()
-        for recipe in DEFAULT_RECIPES
+        for recipe in filter(case.chooses, DEFAULT_RECIPES)
     )

@@ -29,7 +29,8 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
         from harness.pipeline import plan
 
     use_device(chosen.device)
-    units = plan(chosen.cases, chosen.implementations, chosen.recipes, chosen.device, chosen.seeds)
+    recipes = chosen.recipes if chosen.named else None
+    units = plan(chosen.cases, chosen.implementations, recipes, chosen.device, chosen.seeds)
     records: list[Record] = []
     finished = 0
     try:

@@ -66,11 +66,15 @@ class Selection:
     seeds: int
     device: str
     jobs: int
+    named: bool = True  # whether the recipes were: else a case may leave some out
 
     @property
     def cells(self) -> int:
-        units = sum(case.draws(self.seeds) for case in self.cases)
-        return units * len(self.implementations) * len(self.recipes)
+        under = (
+            case.draws(self.seeds) * sum(self.named or case.chooses(r.name) for r in self.recipes)
+            for case in self.cases
+        )
+        return sum(under) * len(self.implementations)
 
     def __str__(self) -> str:
         parts = (
@@ -97,7 +101,7 @@ def select(
         raise ValueError(f"unknown device {device!r}; allowed: cpu, cuda or cuda:N")
     if jobs is None:
         jobs = _cores() if device == "cpu" else 1
-    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs)
+    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs, bool(recipes))
 
 
 def _cases(cases: tuple[str, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
