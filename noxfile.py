@@ -223,6 +223,12 @@ def accuracy(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def certify(session: nox.Session) -> None:
+    """Hold the FP64 truth against ball arithmetic: `python -m harness certify`."""
+    _run(session, _harness_code, "-m", "harness", "certify", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def report(session: nox.Session) -> None:
     """Write the reports again from stored records: `python -m harness report`."""
     _run(session, _harness_code, "-m", "harness", "report", *session.posargs)

@@ -3,10 +3,10 @@
     python benchmarks/false_alarms.py runs/false-alarms.jsonl --seeds 500
 
 judges torch's fused CPU kernel, an online softmax with blocks unlike the twins' and a kernel written on torch alone
-(`tests/planted.py`), in every recipe that stores what they can take, on shapes × masks × kinds of data × seeds. Seeds are
-the outer loop and each unit is one line of the file, so that a run that was stopped goes on where it was, and a shorter one
-is a smaller sample of the same thing. `--table` prints what the file holds so far; several processes may share the work
-by `--part i/n`, each with a file of its own.
+(`tests/planted.py`), in every recipe that stores what they can take, on shapes × masks × kinds of data × seeds. Seeds
+are the outer loop and each unit is one line of the file, so that a run that was stopped goes on where it was, and a
+shorter one is a smaller sample of the same thing. `--table` prints what the file holds so far; several processes may
+share the work by `--part i/n`, each with a file of its own.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 import planted  # noqa: E402
 
 import harness  # noqa: E402
+from harness.error_model import BLACK_BOX, form_of  # noqa: E402
 from harness.judging import Docket  # noqa: E402
 from harness.operands import Extras  # noqa: E402
-from harness.error_model import BLACK_BOX, form_of  # noqa: E402
 
 SHAPES = ((1, 2, 128, 64), (1, 4, 256, 64))
 RECIPES = tuple(r for r in harness.recipes() if r != "fp64")
@@ -72,7 +72,8 @@ def judged(seed: int, recipe: str, shape: tuple[int, ...], causal: bool, kind: s
         t = max((abs(x.shift.t) for x in v.along), default=0.0)
         d = max((x.spread.t for x in v.along), default=0.0)
         m = v.margins
-        found[name] = [v.status.value, round(t, 2), round(d, 2), round(m.worst, 3), round(m.ratio, 3), round(m.ceiling, 4)]
+        figures = (round(t, 2), round(d, 2), round(m.worst, 3), round(m.ratio, 3), round(m.ceiling, 4))
+        found[name] = [v.status.value, *figures]
         if v.status.value != "PASS":
             found[name].append("; ".join(v.reasons))
     return found
@@ -95,7 +96,9 @@ def table(lines: list[dict[str, Any]]) -> str:
     total = [x for found in cells.values() for x in found]
     fails = sum(x[0] == "FAIL" for x in total)
     rows.append(f"\n{len(total)} cells, {fails} false alarms")
-    failures = [(line["unit"], n, v[-1]) for line in lines for n, v in line["found"].items() if v[0] == "FAIL"]
+    failures = [
+        (line["unit"], n, v[-1]) for line in lines for n, v in line["found"].items() if v[0] == "FAIL"
+    ]
     rows += [f"{unit} {name}: {why}" for unit, name, why in failures[:20]]
     return "\n".join(rows)
 

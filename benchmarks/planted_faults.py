@@ -27,7 +27,12 @@ def judged(plant: planted.Plant, recipe: str, causal: bool) -> dict[str, Any]:
     j = call.judge(out)
     d = j.diagnosis
     m = j.margins
-    found = {"status": j.status.value, "statistic": round(m.statistic, 1), "direction": m.direction, "ratio": m.ratio}
+    found = {
+        "status": j.status.value,
+        "statistic": round(m.statistic, 1),
+        "direction": m.direction,
+        "ratio": m.ratio,
+    }
     if d is not None:
         found |= {"fault": d.fault, "size": d.size, "explained": d.explained, "rivals": d.rivals}
     return found
@@ -50,7 +55,10 @@ def told(plant: planted.Plant, found: dict[str, Any]) -> str:
 
 def table(lines: list[dict[str, Any]]) -> str:
     found = {tuple(x["unit"]): x["found"] for x in lines}
-    rows = ["| fault | mask | " + " | ".join(planted.RECIPES) + " |", "|---|---|" + "---|" * len(planted.RECIPES)]
+    rows = [
+        "| fault | mask | " + " | ".join(planted.RECIPES) + " |",
+        "|---|---|" + "---|" * len(planted.RECIPES),
+    ]
     for plant in planted.PLANTS:
         for causal in plant.masks:
             cells = [found.get((plant.name, r, causal)) for r in planted.RECIPES]

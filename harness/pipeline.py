@@ -39,7 +39,9 @@ def plan(
     if len({r.name for r in chosen}) < len(chosen):
         raise ValueError("two recipes share one name; give each its own, since records are keyed by it")
     return [
-        Unit(case, seed, names, tuple(r for r in chosen if recipes is not None or case.chooses(r.name)), device)
+        Unit(
+            case, seed, names, tuple(r for r in chosen if recipes is not None or case.chooses(r.name)), device
+        )
         for case in cases
         for seed in range(case.draws(seeds))
     ]

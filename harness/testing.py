@@ -1,8 +1,8 @@
 """Assertions for test suites: attention's output against what its precision allows, without a tolerance.
 
-    from harness.testing import assert_attention_close
+from harness.testing import assert_attention_close
 
-    assert_attention_close(my_attention(q, k, v), q, k, v, spec=AttentionSpec(causal=True), recipe="bf16")
+assert_attention_close(my_attention(q, k, v), q, k, v, spec=AttentionSpec(causal=True), recipe="bf16")
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ def assert_attention_close(
 ) -> Judgement:  # fmt: skip
     """Assert that `out` `[B, H, L, E]` is attention of q, k and v as accurate as `recipe` allows; return the judgement.
 
-    NaN and ±Inf have to stand where the FP64 truth has them. The recipe's own fitness, `precision`, is not asserted: read
-    it from the result. `options` are those of `harness.judge`.
+    NaN and ±Inf have to stand where the FP64 truth has them. The recipe's own fitness, `precision`, is not asserted:
+    read it from the result. `options` are those of `harness.judge`.
 
-    Raises AssertionError, with what was found and what to do, when the status is FAIL, and when it is INCONCLUSIVE (these
-    inputs cannot tell right from wrong) unless that is allowed; ValueError as `judge` does.
+    Raises AssertionError, with what was found and what to do, when the status is FAIL, and when it is INCONCLUSIVE
+    (these inputs cannot tell right from wrong) unless that is allowed; ValueError as `judge` does.
     """
     judgement = judge(out, q, k, v, spec=spec, recipe=recipe, **options)
     allowed = (Status.PASS, Status.INCONCLUSIVE) if allow_inconclusive else (Status.PASS,)
@@ -40,7 +40,10 @@ def assert_attention_close(
 
 def _story(j: Judgement, recipe: Recipe) -> str:
     """What was expected, what was seen, where, why, and how to go on."""
-    lines = [f"attention is {j.status.value} under recipe {recipe.name}", *(f"  {reason}" for reason in j.reasons)]
+    lines = [
+        f"attention is {j.status.value} under recipe {recipe.name}",
+        *(f"  {reason}" for reason in j.reasons),
+    ]
     if j.diagnosis is not None:
         lines.append(f"likeliest fault: {j.diagnosis.fault}")
         lines.append(f"  {j.diagnosis}")
@@ -65,4 +68,6 @@ def _advice(j: Judgement) -> str:
         return "look at the first stage that leaves its format, and at rows that see no key"
     if j.diagnosis is not None and j.diagnosis.statistic > 0:
         return "mend the fault named above and run again; harness.judge(…) returns all figures"
-    return "compare with another recipe: a kernel may keep P or its sums in a narrower format than this one says"
+    return (
+        "compare with another recipe: a kernel may keep P or its sums in a narrower format than this one says"
+    )

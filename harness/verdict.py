@@ -22,7 +22,15 @@ from harness.formats import get_format
 from harness.records import Errors, Margins, Status
 from harness.rounding import ulp
 from harness.significance import (
-    NO_SHIFT, NO_SPREAD, TWIN_LIMIT, Shift, Spread, ratio_limit, shift, spread, threshold,
+    NO_SHIFT,
+    NO_SPREAD,
+    TWIN_LIMIT,
+    Shift,
+    Spread,
+    ratio_limit,
+    shift,
+    spread,
+    threshold,
 )  # fmt: skip
 from harness.twins import Twins
 
@@ -118,9 +126,7 @@ class Bench:
             )  # fmt: skip
             same = next(twice, None)
             verdicts.append(
-                self._one(
-                    out, variances[at], ceilings[at], first, places[at], wider[at]
-                )
+                self._one(out, variances[at], ceilings[at], first, places[at], wider[at])
                 if same is None
                 else verdicts[same]
             )

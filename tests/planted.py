@@ -64,8 +64,10 @@ def made(
         v += 1
     elif kind == "outliers":
         for x in (q, k, v):
-            x += 10 * torch.randn(x.shape, generator=g, dtype=torch.float64) * (
-                torch.rand(x.shape, generator=g) < 0.001
+            x += (
+                10
+                * torch.randn(x.shape, generator=g, dtype=torch.float64)
+                * (torch.rand(x.shape, generator=g) < 0.001)
             )
     elif kind != "normal":
         raise ValueError(f"kind is {kind!r}")
@@ -131,11 +133,11 @@ class Kernel:
 
     def _sum(self, call: Made, s: Tensor, v: Tensor, sv: Tensor | None, r: harness.Recipe) -> Tensor:
         m = s.new_full((*s.shape[:3], 1), -math.inf)
-        l, o = torch.zeros_like(m), v.new_zeros(*s.shape[:3], v.shape[3])
+        l, o = torch.zeros_like(m), v.new_zeros(*s.shape[:3], v.shape[3])  # noqa: E741
         sinks = call.extras.get("sinks")
         if sinks is not None and self.sinks:
             m = sinks.float().view(1, -1, 1, 1).expand_as(m)
-            l = torch.ones_like(m)
+            l = torch.ones_like(m)  # noqa: E741
         p_scale = r.p_scale if self.p_scale is None else self.p_scale
         for start in range(0, s.shape[-1], self.block):
             keys = slice(start, start + self.block)
@@ -145,7 +147,7 @@ class Kernel:
             e = torch.exp(s[..., keys] - safe)
             p = cast(e * p_scale, r.format_of("probs"), self.cut_p)
             part = p / p_scale if (self.sum_of or r.row_sum) == "after" else e
-            l = held(a * l + part.sum(-1, keepdim=True), self.running)
+            l = held(a * l + part.sum(-1, keepdim=True), self.running)  # noqa: E741
             pv = p @ (v[:, :, keys] if sv is None or sv.shape[2] == 1 else v[:, :, keys] * sv[:, :, keys])
             o, m = held(a * o + pv, self.acc), new
         o = o / (self.unscale or p_scale)
@@ -191,8 +193,8 @@ def held(x: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 @dataclass(frozen=True)
 class Plant:
-    """One fault: the call it is planted in, the kernel that has it (or what is done to an honest output), the names that
-    say it, its size where it comes in degrees, and the recipes (of each mask) where nothing can show it."""
+    """One fault: the call it is planted in, the kernel that has it (or what is done to an honest output), the names
+    that say it, its size where it comes in degrees, and the recipes (of each mask) where nothing can show it."""
 
     name: str
     said: tuple[str, ...]

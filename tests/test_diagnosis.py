@@ -59,7 +59,9 @@ def test_error_like_no_known_fault_is_unknown() -> None:
 def test_two_faults_that_are_one_here_are_rivals() -> None:
     # A sink's loss and a smaller denominator are the same where every row has one key: o·(1 + e^(sink − s)).
     call = made((1, 2, 64, 32), "fp32", kv_heads=1)  # one kv head: interleaved or in groups, each reads it
-    out = Kernel()(call).roll(-1, 1)  # two heads: the next one, the previous one, swapped and reversed are one fault
+    out = Kernel()(call).roll(
+        -1, 1
+    )  # two heads: the next one, the previous one, swapped and reversed are one fault
     j = call.judge(out)
     assert j.diagnosis is not None
     names = {j.diagnosis.fault, *j.diagnosis.rivals}

@@ -26,8 +26,8 @@ def normal(*size: int, seed: int = 0) -> Tensor:
 
 
 def call(
-    spec: AttentionSpec | None = None, recipe: str = "bf16", size: tuple[int, int, int, int] = (2, 4, 7, 8), kv_heads: int = 2,
-    keys: int = 9, variance: float = 1.0, **extras: Tensor,
+    spec: AttentionSpec | None = None, recipe: str = "bf16", size: tuple[int, int, int, int] = (2, 4, 7, 8),
+    kv_heads: int = 2, keys: int = 9, variance: float = 1.0, **extras: Tensor,
 ) -> Call:  # fmt: skip
     b, h, n, d = size
     q, k, v = normal(b, h, n, d), normal(b, kv_heads, keys, d, seed=1), normal(b, kv_heads, keys, 5, seed=2)

@@ -219,7 +219,10 @@ def test_no_input_makes_it_crash_and_the_twin_never_fails(problem: Any, recipe: 
     q, k, v = (torch.from_numpy(x) for x in problem.tensors)
     spec = AttentionSpec(**problem.rules)
     extras = {n: torch.as_tensor(x) for n, x in problem.extras.items()}
-    if any(x.numel() and not bool(torch.isfinite(x).all()) for x in (q, k, v)) and recipe == "fp8_e4m3_hadamard":
+    if (
+        any(x.numel() and not bool(torch.isfinite(x).all()) for x in (q, k, v))
+        and recipe == "fp8_e4m3_hadamard"
+    ):
         return  # a rotation spreads a NaN: another test's business
     got = harness.get("naive_masked").run(q, k, v, spec, recipe=recipe, quantize=True, **extras)
     j = harness.judge(got.out, q, k, v, spec=spec, recipe=recipe, quantize=True, lse=got.lse, **extras)
@@ -228,7 +231,7 @@ def test_no_input_makes_it_crash_and_the_twin_never_fails(problem: Any, recipe: 
     assert str(zero)
 
 
-# --- the recipe ---------------------------------------------------------------------------------------------------------
+# --- the recipe ---------------------------------------------------------------------------------------------------
 
 
 def test_unit_scale_on_large_keys_is_the_recipes_failure_alone() -> None:
@@ -262,7 +265,7 @@ def test_precision_is_unknown_without_the_exact_inputs_and_held_to_a_budget_with
     assert "over the budget" in j.precision_reasons[-1]
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------
+# --- arguments ----------------------------------------------------------------------------------------------------
 
 X = torch.ones(1, 2, 6, 4)
 WRONG: list[dict[str, Any]] = [
@@ -273,7 +276,8 @@ WRONG: list[dict[str, Any]] = [
     {"lse": X[..., 0].int()}, {"lse": 1.0}, {"mask": X}, {"mask": torch.ones(7, dtype=torch.bool)},
     {"bias": torch.ones(7)}, {"bias": X.bool()}, {"sinks": torch.ones(3)}, {"sinks": "x"}, {"kv_lens": [7]},
     {"kv_lens": [1.5]}, {"kv_lens": [-1]}, {"scales": 1.0}, {"scales": (1.0, 2.0)}, {"scales": "abc"},
-    {"scales": (1.0, None, None)}, {"exact": X}, {"exact": (X, X)}, {"exact": (X, X, X[..., :2])}, {"exact": (X, X, None)},
+    {"scales": (1.0, None, None)}, {"exact": X}, {"exact": (X, X)}, {"exact": (X, X, X[..., :2])},
+    {"exact": (X, X, None)},
     {"exact": (X.int(),) * 3}, {"exact": 3}, {"budget": 0}, {"budget": -1.0}, {"budget": math.nan}, {"budget": "1"},
     {"budget": True}, {"q": X + 1e-3}, {"form": "stream"}, {"form": None},
 ]  # fmt: skip

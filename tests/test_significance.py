@@ -1,4 +1,4 @@
-"""Quantiles against closed forms, thresholds against their formula, and the tests of projections against synthetic data."""
+"""Quantiles against closed forms, thresholds against their formula, tests of projections against synthetic data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from harness.significance import (
-    ALPHA, FEW_ROWS, NO_SPREAD, TWIN_LIMIT, chi_square_quantile, ratio_limit, shift, spread, threshold,
+    ALPHA,
+    FEW_ROWS,
+    NO_SPREAD,
+    TWIN_LIMIT,
+    chi_square_quantile,
+    ratio_limit,
+    shift,
+    spread,
+    threshold,
 )  # fmt: skip
 
 DRAWS = 2000
@@ -78,8 +86,8 @@ def test_statistic_of_nothing_is_normal_and_stays_below_its_threshold(rows: int)
     kernel, twin, f = normal(DRAWS, rows), normal(DRAWS, rows, seed=2), powers(DRAWS, rows)
     found = [shift(*x) for x in zip(kernel, twin, f, strict=True)]
     t = torch.tensor([s.t for s in found])
-    # A deviation of DRAWS unit normals is within 5/√(2·DRAWS) = 0.08 of 1; self-normalised sums, clipping and the larger
-    # of two variances only make it smaller, by the share that the single largest ω² takes.
+    # A deviation of DRAWS unit normals is within 5/√(2·DRAWS) = 0.08 of 1; self-normalised sums, clipping and the
+    # larger of two variances only make it smaller, by the share that the single largest ω² takes.
     assert 0.75 < float(t.std()) < 1.08
     assert abs(float(t.mean())) < 5 / math.sqrt(DRAWS)
     limit = TWIN_LIMIT if rows < FEW_ROWS else threshold(DRAWS)

@@ -137,6 +137,34 @@ def gate(stored: Path | None, baseline: Path, update: bool, **chosen: Any) -> in
     return outcome.exit_code
 
 
+@cli.command(short_help="Hold the FP64 truth against ball arithmetic.")
+@click.option("--cases", default="all", show_default=True, metavar="NAME|FILE.py", help="Case files, with commas.")
+@click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the page goes.")
+def certify(cases: str, out: Path) -> int:
+    """Hold the FP64 truth of every small case against ball arithmetic (needs python-flint); exit 1 where it is not
+    inside."""
+    from importlib.util import find_spec
+
+    if find_spec("flint") is None:
+        raise ValueError("python-flint is not installed; install it: pip install python-flint")
+    chosen = load_cases([c.strip() for c in cases.split(",")])
+    from harness.certify import certify_cases
+    from harness.cli.progress import progress
+    from harness.files import write_atomically
+    from harness.report import certificates
+    from harness.report.text import table
+
+    rows: list[Any] = []
+    with progress(len(chosen)) as shown:
+        for case in chosen:
+            rows += certify_cases([case])
+            shown.update(1, case.id)
+    write_atomically(out / "certificates.md", certificates.to_markdown(rows))
+    click.echo(table(certificates.HEADERS, map(certificates.cells, rows), wrap=(0, 7), right=(2, 3, 4, 5, 6)))
+    click.echo(f"{certificates.summary(rows)}\nwritten: {out / 'certificates.md'}")
+    return 0 if rows and all(r.certificate.contained for r in rows) else 1 if rows else nothing_ran()
+
+
 @cli.command(short_help="Take Q, K and V from a small model.")
 @click.option("--layers", default="0,7,15,22,29", show_default=True, help="Layers of the model.")
 @click.option("--tokens", type=click.IntRange(1), default=256, show_default=True, help="Tokens of the text.")
