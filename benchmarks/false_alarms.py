@@ -59,8 +59,13 @@ def kernels(call: planted.Made) -> Iterator[tuple[str, torch.Tensor, Any]]:
         yield "SDPA", sdpa(call), BLACK_BOX
 
 
-def units(seeds: int) -> Iterator[tuple[int, str, tuple[int, ...], bool, str]]:
-    yield from itertools.product(range(seeds), RECIPES, SHAPES, (False, True), planted.KINDS)
+def units(seeds: int, rotate: bool = False) -> Iterator[tuple[int, str, tuple[int, ...], bool, str]]:
+    """Every combination; with `rotate` one shape and one kind of data a seed, in turn."""
+    kinds = tuple(planted.KINDS)
+    for seed in range(seeds):
+        shapes = SHAPES[seed % len(SHAPES) :][:1] if rotate else SHAPES
+        chosen = kinds[seed % len(kinds) :][:1] if rotate else kinds
+        yield from itertools.product((seed,), RECIPES, shapes, (False, True), chosen)
 
 
 def judged(seed: int, recipe: str, shape: tuple[int, ...], causal: bool, kind: str) -> dict[str, Any]:
@@ -109,6 +114,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=500)
     parser.add_argument("--recipes", default=",".join(RECIPES))
     parser.add_argument("--part", default="0/1")
+    parser.add_argument("--rotate", action="store_true", help="one shape and kind of data a seed, in turn")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
     lines = [json.loads(x) for f in options.file if f.exists() for x in f.read_text().splitlines() if x]
@@ -118,7 +124,7 @@ def main() -> None:
         done = {json.dumps(x["unit"]) for x in lines}
         options.file[0].parent.mkdir(parents=True, exist_ok=True)
         with options.file[0].open("a") as file:
-            for number, unit in enumerate(units(options.seeds)):
+            for number, unit in enumerate(units(options.seeds, options.rotate)):
                 if number % parts != part or unit[1] not in options.recipes.split(","):
                     continue
                 if json.dumps(unit) in done:
