@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from harness._frozen import FrozenMap
+from harness.recipe import DEFAULT_RECIPES
 from harness.spec import AttentionSpec, Shape
 
 FIXED_DRAWS = ("values", "file")  # q, k and v are the same for every seed: such a case runs once
@@ -99,9 +100,10 @@ class Case:
             raise ValueError(
                 f"seeds of {self.id} is {self.seeds!r}; allowed: an integer ≥ 1, or None for no limit"
             )
-        if not isinstance(self.recipes, tuple) or not all(isinstance(r, str) for r in self.recipes):
+        if not isinstance(self.recipes, tuple) or any(r not in DEFAULT_RECIPES for r in self.recipes):
+            allowed = ", ".join(DEFAULT_RECIPES)
             raise ValueError(
-                f"recipes of {self.id} is {self.recipes!r}; allowed: a tuple of names, () for all"
+                f"recipes of {self.id} is {self.recipes!r}; allowed: a tuple of {allowed}, or () for all"
             )
         if not isinstance(self.relations, bool):
             raise ValueError(f"relations of {self.id} is {self.relations!r}; allowed: True, False")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
-from harness.faults import Subject, doubled, faults, without
+from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, without
 from harness.operands import Extras
 from harness.quantize import Stored
 from harness.recipe import Recipe
@@ -34,6 +34,7 @@ LEAST = 16  # rows of it
 EXPLAINS = 0.5  # of the error, below which a fault does not explain it
 TIE = 0.01
 RIVALS = 4
+SIGMAS = 6  # of a sum of squares, that chance does not reach
 NOTHING = "unknown"
 
 
@@ -54,12 +55,23 @@ def diagnose(call: Call, out: Tensor, twins: Twins, stored: tuple[Stored, Stored
     best = suspects[0] if suspects else _Suspect(NOTHING, "", 0.0, 0.0, False)
     tau = threshold(len(suspects))
     explained = best.gain / total if total > 0 else 0.0
+    rows = part.row_by_row() if explained < EXPLAINS else best
+    if rows.gain > best.gain + tau**2 and rows.gain >= part.least() * total:
+        return Diagnosis(rows.name, rows.what, rows.size, rows.gain**0.5, rows.gain / total)
     if best.gain <= tau**2 or explained < part.least():
         near = "" if best.name == NOTHING else f"; nearest: {best.what} ({best.name}), {explained:.0%}"
         return Diagnosis(NOTHING, f"no known fault explains it{near}", 0.0, 0.0, explained)
     rivals = [s for s in suspects[1:] if _equal(best, s, tau)]
     names = tuple(s.name for s in rivals[:RIVALS])
-    return Diagnosis(best.name, best.what, best.size, best.gain**0.5, explained, names)
+    size = _whole_size(call, out, part.nearest, best.name) if best.degrees else best.size
+    return Diagnosis(best.name, best.what, size, best.gain**0.5, explained, names)
+
+
+def _whole_size(call: Call, out: Tensor, twin: Tensor, name: str) -> float:
+    """The size of a fault that comes in degrees, fitted to all rows: a part's is the less certain the smaller it is."""
+    along = project(call, [out.double() - twin])
+    i = along.names.index(name)
+    return float((along.a[0][i] * along.f[i]).sum() / along.f[i].square().sum())
 
 
 def _equal(best: _Suspect, other: _Suspect, tau: float) -> bool:
@@ -69,7 +81,11 @@ def _equal(best: _Suspect, other: _Suspect, tau: float) -> bool:
 def _ranked(suspects: list[_Suspect]) -> list[_Suspect]:
     """By gain; of those that explain as much as the first, one that is there or not comes first: its size was not
     fitted."""
-    ranked = sorted(suspects, key=lambda s: -s.gain)
+    best: dict[str, _Suspect] = {}
+    for suspect in suspects:
+        if suspect.name not in best or suspect.gain > best[suspect.name].gain:
+            best[suspect.name] = suspect
+    ranked = sorted(best.values(), key=lambda s: -s.gain)
     tau = threshold(len(ranked))
     return sorted(
         ranked, key=lambda s: (not _equal(ranked[0], s, tau), s.degrees if _equal(ranked[0], s, tau) else 0)
@@ -86,17 +102,30 @@ class _Part:
         q, k, v = (self._stored(x, name) for x, name in zip(stored, "qkv", strict=True))
         self.stored = (q, k, v)
         scales = (q.scale, k.scale, v.scale)
-        self.subject = Subject(self.call.q, self.call.k, self.call.v, call.spec, self.call.extras, scales)
+        self.subject = Subject(
+            self.call.q,
+            self.call.k,
+            self.call.v,
+            call.spec,
+            self.call.extras,
+            scales,
+            self.rows.start,
+            shape.q_len,
+        )
         self.out, self.truth = self._outputs(out.double()), self.call.truth.out
+        whole = call.truth.out
+        self.transposed = self._outputs(whole.transpose(1, 2).reshape(whole.shape))
         usable = torch.isfinite(self.call.variance) & torch.isfinite(self.out) & torch.isfinite(self.truth)
         variance = torch.where(usable, self.call.variance, 0.0)
         floor = 1e-3 * variance.mean(-1, keepdim=True)
         variance = torch.maximum(variance, floor)
         self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
         self.out = torch.where(usable, self.out, self.truth.nan_to_num(0.0, 0.0, 0.0))
-        candidates = [self._outputs(twins[i]) for i in range(len(twins))]
-        candidates = [torch.where(torch.isfinite(t), t, self.truth) for t in candidates] or [self.truth]
-        self.twin = min(candidates, key=lambda t: self._energy(self.out - t))
+        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
+        self.twin = self._finite(min((self.base[i] for i in range(len(self.base))), key=self._distance))
+        self.nearest = min(
+            (twins[i] for i in range(len(twins))), key=lambda t: self._distance(self._outputs(t))
+        )
         self.e = torch.where(self.weight > 0, self.out - self.twin, 0.0)
         self.total = self._energy(self.e)
         self.noise = float((self.weight > 0).sum())
@@ -123,6 +152,12 @@ class _Part:
 
     def _energy(self, x: Tensor) -> float:
         return float((torch.where(self.weight > 0, x, 0.0) ** 2 * self.weight).sum())
+
+    def _finite(self, twin: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(twin), twin, self.truth)
+
+    def _distance(self, twin: Tensor) -> float:
+        return self._energy(self.out - self._finite(twin))
 
     def _outputs(self, x: Tensor) -> Tensor:
         return x[self.batches][:, self.q, self.rows]
@@ -174,13 +209,15 @@ class _Part:
                 yield _Suspect(name, DIRECTIONS[name], cross * cross / power, cross / power, True)
         for name, what, make in faults(self.subject):
             yield self._discrete(name, what, make() - self.truth)
+        if self.truth.shape[1] > 1 and self.truth.shape[2] > 1:
+            what = "the output is laid out [B, L, H, E] but read as [B, H, L, E]"
+            yield self._discrete("heads and tokens transposed", what, self.transposed - self.truth)
         yield from self._one_key(along)
-        nearest: dict[str, _Suspect] = {}
-        for name, what, output in self._variants():
-            suspect = self._discrete(name, what, output - self.twin)
-            if name not in nearest or suspect.gain > nearest[name].gain:
-                nearest[name] = suspect
-        yield from nearest.values()
+        if "truncated P" in along.names:
+            for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
+                g = cut_p(self.subject, self.call.recipe, size)
+                yield self._discrete("truncated P", DIRECTIONS["truncated P"], g)
+        yield from self._variants()
 
     def _one_key(self, along: Projection) -> Iterator[_Suspect]:
         """The key that explains most when lost or counted twice."""
@@ -203,12 +240,23 @@ class _Part:
         power, cross = self._energy(g), float((self.e * g * self.weight).sum())
         return _Suspect(name, what, 2 * cross - power, cross / power if power else 0.0, False)
 
-    def _variants(self) -> Iterator[tuple[str, str, Tensor]]:
-        """Twins under a recipe that differs in one thing."""
+    def _variants(self) -> Iterator[_Suspect]:
+        """Twins under a recipe that differs in one thing, less the twin of the same arrangement."""
         for name, what, recipe in variants(self.call.recipe):
-            changed = Twins(self.stored, self.call.spec, recipe, self.call.extras)
+            changed = Twins(self.stored, self.call.spec, recipe, self.call.extras, BLOCKS)
             for i in range(len(changed)):
-                yield name, what, changed[i]
+                yield self._discrete(name, what, changed[i] - self.base[i])
+
+    def row_by_row(self) -> _Suspect:
+        """A factor for each row: no fault by itself, but the trace of a denominator that is imprecise. Its gain is less
+        what as many factors find in noise."""
+        along = project(replace(self.call, variance=1 / self.weight.clamp(min=1e-300)), [self.e])
+        i = along.names.index("shrink")
+        a, f = along.a[0][i], along.f[i]
+        a, f = a[f > 0], f[f > 0]
+        gain = float((a * a).sum()) - len(a) - SIGMAS * (2 * len(a)) ** 0.5
+        size = float((a / f).square().mean().sqrt()) if len(a) else 0.0
+        return _Suspect("row sum", "each row is off by a factor of its own, as its sum is", gain, size, True)
 
 
 def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:

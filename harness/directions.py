@@ -134,7 +134,8 @@ class _Walk:
     def __init__(self, call: Call) -> None:
         self.call, self.shape = call, call.shape
         pairs = self.shape.batch * self.shape.heads * self.shape.q_len * self.shape.S
-        self.dtype = torch.float64 if pairs <= EXACT else torch.float32
+        top = float(call.v.abs().nan_to_num(0.0, 0.0, 0.0).max()) if call.v.numel() else 1.0
+        self.dtype = torch.float64 if pairs <= EXACT or not 1e-8 < top < 1e8 else torch.float32
         q, k, v = (_finite(x).to(self.dtype) for x in (call.q, call.k, call.v))
         self.p = Problem(self.shape, call.spec, call.extras, q, k, v, None, None, None, True)
         self.scale = call.spec.scale_for(self.shape.head_dim)

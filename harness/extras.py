@@ -6,6 +6,7 @@ otherwise), so that a bias is no part of any implementation's error.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -65,6 +66,8 @@ def _draw(source: ExtraSource, name: str, draw: Draw) -> Tensor:
 
 def _mask_random(source: ExtraSource, keep: float = 0.7, axes: str = "BHLS") -> Tensor:
     """Each place is shown with probability `keep`, over the named axes and broadcast over the others."""
+    if not 0 <= keep <= 1:
+        raise TypeError(f"keep is {keep!r}; allowed: a probability, 0 to 1")
     return torch.from_numpy(source.generator("mask").random(source.size(axes)) < keep)
 
 
@@ -114,6 +117,8 @@ def _bias_alibi(source: ExtraSource, symmetric: bool = True, format: str = "bf16
 
 def _bias_normal(source: ExtraSource, std: float = 1.0, axes: str = "HLS", format: str = "bf16") -> Tensor:
     """Normals over the named axes, as relative position biases are."""
+    if not 0 <= std < math.inf:
+        raise TypeError(f"std is {std!r}; allowed: a finite number ≥ 0")
     drawn = std * source.generator("bias").standard_normal(source.size(axes))
     return round_to(torch.from_numpy(drawn), format)
 

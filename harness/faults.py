@@ -15,22 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.formats import get_format
 from harness.lies import seen_keys
 from harness.operands import Extras
+from harness.recipe import Recipe
+from harness.rounding import ulp
 from harness.spec import AttentionSpec
 from harness.truth import reference
 
-BLOCKS = (16, 32, 64, 128)
+BLOCKS = (16, 32, 64, 128)  # of keys, as kernels take them
 
 
 class Subject:
     """The call that went wrong: q, k, v in FP64, rules and extras, its truth, and the scales of q, k, v where codes
-    have them."""
+    have them. Rows may be a part of the call's: `start` is the first of them, `length` how many there are in all."""
 
     def __init__(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, extras: Extras,
         scales: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
+        start: int = 0, length: int | None = None,
     ) -> None:  # fmt: skip
+        self.start, self.length = start, q.shape[2] if length is None else length
         self.q, self.k, self.v, self.spec, self.extras, self.scales = q, k, v, spec, extras, scales
         self.truth = reference(q, k, v, spec, **extras.as_options())
         self.seen = seen_keys(q.shape[2], k.shape[2], spec, extras).to(q.device)
@@ -98,13 +103,23 @@ def _positions(x: Subject) -> Iterator[Fault]:
         yield "causal", "causality is applied where there is none", lambda: x.run(replace(spec, causal=True))
     if spec.causal or spec.window is not None:
         other = "top-left" if spec.align == "bottom-right" else "bottom-right"
-        yield "alignment", f"positions are aligned {other}", lambda: x.run(replace(spec, align=other))
+        yield "alignment", f"positions are aligned {other}", partial(_aligned, x, other)
         for side, name in ((spec.left, "left"), (spec.right, "right")):
             if side is not None:
                 yield f"{name} + 1", f"one key too many is seen on the {name}", partial(_edge, x, name, 1)
                 yield f"{name} − 1", f"one key too few is seen on the {name}", partial(_edge, x, name, -1)
     if spec.window is not None:
         yield "no window", "the window is ignored", lambda: x.run(replace(spec, window=None))
+
+
+def _aligned(x: Subject, align: str) -> Tensor:
+    """The output under the other alignment: of rows of a part, whose positions depend on the rows of the whole."""
+    spec, extras = replace(x.spec, align=align), Extras(kv_lens=x.extras.kv_lens)
+    seen = seen_keys(x.length, x.k.shape[2], spec, extras)[:, :, x.start : x.start + x.q.shape[2]].to(
+        x.q.device
+    )
+    seen = seen if x.extras.mask is None else seen & x.extras.mask
+    return x.over(seen if x.extras.bias is None else seen & (x.extras.bias != -math.inf))
 
 
 def _edge(x: Subject, side: str, by: int) -> Tensor:
@@ -190,11 +205,6 @@ def _heads(x: Subject) -> Iterator[Fault]:
     if o.shape[2] > 1:
         yield "next row", "each row has the next one's output", lambda: o.roll(-1, 2)
         yield "previous row", "each row has the previous one's output", lambda: o.roll(1, 2)
-    if o.shape[1] > 1 and o.shape[2] > 1:
-        yield (
-            "heads and tokens transposed", "the output is laid out [B, L, H, E] but read as [B, H, L, E]",
-            lambda: o.transpose(1, 2).reshape(o.shape),
-        )  # fmt: skip
     half = 1 << max(0, x.q.shape[3] - 1).bit_length() - 1 if x.q.shape[3] > 1 else 0
     if half:
         yield (
@@ -277,15 +287,43 @@ def _weights(x: Subject) -> tuple[Tensor, Tensor]:
     return (s + x.bias()).masked_fill(~x.seen, -math.inf), v
 
 
+def cut_p(x: Subject, recipe: Recipe, size: int | None = None) -> Tensor:
+    """What the output moves by when P is cut to its format and not rounded: whole rows, or blocks of `size` keys under
+    their running max."""
+    s, v = _weights(x)
+    fmt, late = get_format(recipe.format_of("probs")), recipe.normalise == "late"
+    end = x.truth.row_max if late else x.truth.lse
+    end = torch.where(torch.isfinite(end), end, 0.0)[..., None]
+    top = end
+    if size is not None and late:
+        top = _running_max(s, size)
+        top = torch.where(torch.isfinite(top), top, 0.0)
+    p = torch.exp(s - top) * recipe.p_scale
+    spacing = ulp(p, fmt)
+    moved = torch.floor(p / spacing) - torch.round(p / spacing)  # exact in FP64
+    moved = moved * spacing * torch.exp(top - end) / recipe.p_scale
+    if not late:
+        return moved @ v
+    l = torch.exp(x.truth.lse[..., None] - end)  # noqa: E741
+    if recipe.row_sum == "after":
+        return (moved @ v - x.truth.out * moved.sum(-1, keepdim=True)) / l.clamp(min=1e-300)
+    return moved @ v / l.clamp(min=1e-300)
+
+
+def _running_max(s: Tensor, size: int) -> Tensor:
+    """The largest score up to the end of each key's block of `size`."""
+    blocks = -(-s.shape[-1] // size)
+    padded = torch.nn.functional.pad(s, (0, blocks * size - s.shape[-1]), value=-math.inf)
+    running = padded.reshape(*s.shape[:-1], blocks, size).amax(-1).cummax(-1).values
+    return running.repeat_interleave(size, -1)[..., : s.shape[-1]]
+
+
 def _unscaled(x: Subject, size: int, both: bool) -> Tensor:
     """Online softmax that forgets a = exp(m_old − m_new) for O, or for O and l."""
     s, v = _weights(x)
-    blocks = -(-s.shape[-1] // size)
-    padded = torch.nn.functional.pad(s, (0, blocks * size - s.shape[-1]), value=-math.inf)
-    running = padded.reshape(*s.shape[:-1], blocks, size).amax(-1).cummax(-1).values  # of each block
-    own = running.repeat_interleave(size, -1)[..., : s.shape[-1]]
+    own = _running_max(s, size)
     p = torch.exp(s - torch.where(torch.isfinite(own), own, 0.0))
-    top = running[..., -1:]
+    top = own[..., -1:]
     l = p if both else torch.exp(s - torch.where(torch.isfinite(top), top, 0.0))  # noqa: E741
     return p @ v / l.sum(-1, keepdim=True).clamp(min=1e-300)
 
@@ -322,7 +360,7 @@ def _hard_max(x: Subject) -> Tensor:
 
 def _value_rows(x: Subject) -> Tensor:
     v = x.v.repeat_interleave(x.group, 1)
-    index = torch.arange(x.q.shape[2], device=v.device).clamp(max=max(v.shape[2] - 1, 0))
+    index = (x.start + torch.arange(x.q.shape[2], device=v.device)).clamp(max=max(v.shape[2] - 1, 0))
     return v[:, :, index] if v.shape[2] else torch.zeros_like(x.truth.out)
 
 

@@ -133,8 +133,10 @@ def _stored(
 
 
 def _check_output(name: str, x: Any, size: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(x, Tensor) or not x.dtype.is_floating_point or tuple(x.shape) != size:
+    dense = isinstance(x, Tensor) and x.layout is torch.strided
+    if not dense or not x.dtype.is_floating_point or tuple(x.shape) != size:
         given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        given += "" if dense or not isinstance(x, Tensor) else f" {x.layout}"
         raise ValueError(f"{name} is {given}; allowed: a floating-point tensor {size}")
     if x.device != device:
         raise ValueError(f"{name} is on {x.device} and q on {device}; allowed: one device for all")
@@ -360,6 +362,14 @@ class Docket:
             )
         if reasons:
             return Status.FAIL, tuple(reasons), floor
+        (expected,) = self.expected([form])
+        if bool(torch.isinf(expected.variance).any()):
+            rows = int(torch.isinf(expected.variance).any(-1).sum())
+            return (
+                Status.INCONCLUSIVE,
+                (f"the recipe promises nothing for {rows} rows: no error can be expected",),
+                floor,
+            )
         return Status.PASS, (f"expected error {error:.3g} against the exact truth, floor {floor:.3g}",), floor
 
     def floor(self, form: Form) -> tuple[float, float]:

@@ -123,7 +123,10 @@ def check_scale(scale: Tensor | float, x: Tensor, name: str, scaling: Scaling) -
 
     Besides one per block it may come one per row (or value, where blocks are mx), which need not agree within a block.
     """
-    scale = torch.as_tensor(scale, device=x.device).detach().float().double()
+    try:
+        scale = torch.as_tensor(scale, device=x.device).detach().float().double()
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"the scale of {name} is {scale!r}; allowed: a tensor or a number > 0") from None
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ValueError(
             f"the scale of {name} is not positive and finite; allowed: numbers > 0 that FP32 holds"

@@ -15,30 +15,28 @@ from harness.quantize import Stored
 from harness.recipe import Recipe
 from harness.spec import AttentionSpec
 
-# Nearest first for a kernel that holds whole rows; `block` in keys.
-_ARRANGED = (("naive_masked", None), ("online_softmax", 128), ("online_softmax", 16))
+# Nearest first for a kernel that holds whole rows, then an online softmax of these keys a block.
+FIRST, BLOCKS = "naive_masked", (128, 16)
 
 
 class Twins:
     """Outputs of the twins of one call, FP64 `[B, H, L, E]`, made when asked for."""
 
     def __init__(
-        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras
-    ) -> None:
+        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras,
+        blocks: tuple[int, ...] = BLOCKS,
+    ) -> None:  # fmt: skip
         self._stored, self._spec, self._recipe, self._extras = stored, spec, recipe, extras
         keys = stored[1].codes.shape[2]
         # A block that holds every key does what the one before it does, unless P is normalised early.
-        self._left = [
-            (n, b)
-            for n, b in _ARRANGED
-            if b is None or b < keys or (b == 128 and recipe.normalise == "early")
-        ]
+        early = recipe.normalise == "early"
+        self._left = [None, *(b for b in blocks if b < keys or (early and b == max(blocks)))]
         self._made: list[Tensor] = []
 
     @property
     def first(self) -> str:
         """Name of the algorithm of the twin that comes first."""
-        return _ARRANGED[0][0]
+        return FIRST
 
     def add(self, out: Tensor) -> None:
         """An output known already, of the twin that comes first."""
@@ -50,8 +48,8 @@ class Twins:
 
     def __getitem__(self, index: int) -> Tensor:
         while len(self._made) <= index:
-            name, block = self._left.pop(0)
-            options = {} if block is None else {"block": block}
+            block = self._left.pop(0)
+            name, options = (FIRST, {}) if block is None else ("online_softmax", {"block": block})
             with torch.no_grad():
                 result = registry.get(name).run_stored(
                     self._stored, self._spec, self._recipe, self._extras, **options

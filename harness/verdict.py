@@ -8,9 +8,10 @@ inputs that could not have shown a fault is INCONCLUSIVE.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -92,6 +93,9 @@ class Bench:
         narrow = {*call.recipe.at.values()} - {call.recipe.base}
         self.limits = NARROW if narrow else FP32_LIMITS
         self.independent = independent_rows(call)
+        # A row that repeats another counts once, in every direction.
+        alone = self.independent.view(call.truth.out.shape[:3])[..., None]
+        self.counted = replace(call, variance=call.variance.masked_fill(~alone, math.inf))
         self.usable = (
             torch.isfinite(call.truth.out).all(-1) & torch.isfinite(call.variance).all(-1)
         ).flatten() & self.independent
@@ -115,7 +119,7 @@ class Bench:
         # Only what differs from the twin has directions to test.
         differ = [directed[i] and not torch.equal(out, twin) for i, out in enumerate(outs)]
         deltas = [out - twin for out, apart in zip(outs, differ, strict=True) if apart]
-        first = project(self.call, [twin - self.call.truth.out, *deltas] if deltas else [])
+        first = project(self.counted, [twin - self.call.truth.out, *deltas] if deltas else [])
         places = [sum(differ[: i + 1]) if apart else 0 for i, apart in enumerate(differ)]
         verdicts: list[Verdict] = []
         for at, out in enumerate(outs):
@@ -176,10 +180,15 @@ class Bench:
         rows = int(self.usable.sum())
         if rows < FEWEST_ROWS:
             doubts.append(f"{rows} independent rows to judge by; at least {FEWEST_ROWS} are needed")
-        elif 2 * rows < int(self.independent.sum()):
-            share = f"{int(self.independent.sum()) - rows} of {int(self.independent.sum())}"
+        if not self.call.truth.out.numel():
+            doubts.append("the output has no elements")
+        unjudged = int(
+            (torch.isfinite(self.call.truth.out).all(-1) & torch.isinf(self.call.variance).any(-1)).sum()
+        )
+        if unjudged:
             doubts.append(
-                f"the recipe promises nothing for {share} rows: its scores are too coarse, or overflow"
+                f"{unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"
+                " overflow)"
             )
         if self.size and self.expected / self.size > YARDSTICK_LIMIT:
             doubts.append(
@@ -217,7 +226,7 @@ class Bench:
         index = 1
         while suspects and index < len(self.twins):  # an honest kernel is near one of the twins
             twin = self.twins[index]
-            again = project(self.call, [twin - self.call.truth.out, out - twin])
+            again = project(self.counted, [twin - self.call.truth.out, out - twin])
             for name in suspects:
                 i = again.names.index(name)
                 rows = ok & (again.f[i] > 0) & torch.isfinite(twin).all(-1).flatten()
@@ -244,7 +253,7 @@ class Bench:
         if worst is None or abs(worst[1]) <= tau:
             return []
         for index in range(1, len(self.twins)):
-            again = project(self.call, [out - self.twins[index]])
+            again = project(self.counted, [out - self.twins[index]])
             t = self._key_statistic(again, 0, worst[0])
             if t is None or abs(t[1]) <= tau:
                 return []
@@ -389,18 +398,22 @@ def _small_limits(tests: int, slack: float) -> Tensor:
 
 
 def independent_rows(call: Call) -> Tensor:
-    """The rows that count, `[B·H·L]`: of those with equal q and equal visible keys, the first."""
+    """The rows that count, `[B·H·L]`: of those of a head with equal q and equal visible keys, or with equal outputs,
+    the first: their errors are one sample."""
     spec, extras, q = call.spec, call.extras, call.q
     same_keys = spec.left is None and spec.right is None
     same_keys &= all(x is None or x.shape[2] == 1 for x in (extras.mask, extras.bias))
     kept = torch.ones(q.shape[:3], dtype=torch.bool, device=q.device)
-    if same_keys and q.shape[2] > 1 and q.shape[3]:
+    # Outputs that FP32 cannot tell apart are equal: FP64's own last bits are no difference.
+    rows = [call.truth.out.float()] if call.truth.out.shape[3] else []
+    rows += [q] if same_keys and q.shape[3] else []
+    if q.shape[2] > 1:
         order = torch.arange(q.shape[2], device=q.device)
-        for b in range(q.shape[0]):
-            for h in range(q.shape[1]):
-                values, inverse = torch.unique(q[b, h], dim=0, return_inverse=True)
+        for b, h, x in itertools.product(range(q.shape[0]), range(q.shape[1]), rows):
+            values, inverse = torch.unique(x[b, h], dim=0, return_inverse=True)
+            if len(values) < q.shape[2]:
                 first = order.new_full((len(values),), q.shape[2]).scatter_reduce_(0, inverse, order, "amin")
-                kept[b, h] = first[inverse] == order
+                kept[b, h] &= first[inverse] == order
     return kept.flatten()
 
 

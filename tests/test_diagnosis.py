@@ -18,7 +18,7 @@ QUICK = {
     "V scale of head 0": "fp8_e4m3", "P cut": "bf16", "O cut": "fp16", "no rescale": "bf16", "sink dropped": "bf16",
     "bias dropped": "bf16", "bias scaled": "fp32", "softcap ignored": "bf16", "window left − 1": "bf16",
     "alignment swapped": "bf16", "kv_lens ignored": "bf16", "mask inverted": "fp8_e4m3", "mean of V": "fp8_e4m3",
-    "all zeros": "fp8_e4m3", "not normalised": "bf16", "normalised by 1.01": "bf16",
+    "BF16 running sum": "fp16", "all zeros": "fp8_e4m3", "not normalised": "bf16", "normalised by 1.01": "bf16",
 }  # fmt: skip
 BY_NAME = {p.name: p for p in PLANTS}
 
@@ -57,7 +57,6 @@ def test_error_like_no_known_fault_is_unknown() -> None:
 
 
 def test_two_faults_that_are_one_here_are_rivals() -> None:
-    # A sink's loss and a smaller denominator are the same where every row has one key: o·(1 + e^(sink − s)).
     call = made((1, 2, 64, 32), "fp32", kv_heads=1)  # one kv head: interleaved or in groups, each reads it
     out = Kernel()(call).roll(
         -1, 1
@@ -79,3 +78,52 @@ def test_variants_differ_from_the_recipe_in_one_thing(recipe: str) -> None:
     digests = [r.digest for _, _, r in variants(own)]
     assert own.digest not in digests
     assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("align", ["bottom-right", "top-left"])
+def test_part_of_the_rows_keeps_its_positions(align: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)  # 16 rows of 48
+    call = made((1, 2, 48, 16), "fp32", kv_len=64, causal=True, align=align)
+    other = made(
+        (1, 2, 48, 16), "fp32", kv_len=64, causal=True, align=({"bottom-right", "top-left"} - {align}).pop()
+    )
+    j = call.judge(Kernel()(other))
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "alignment", str(j)
+    out = Kernel()(call)
+    j = call.judge(out.transpose(1, 2).reshape(out.shape))
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "heads and tokens transposed", str(j)
+
+
+def test_part_takes_the_sequences_and_heads_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)
+    monkeypatch.setattr("harness.diagnosis.MOST", 16 * 24 * 2)  # two heads of one sequence
+    call = made((2, 4, 24, 16), "fp32", extras={"sinks": torch.full((4,), 1.0)})
+    out, wrong = Kernel()(call), Kernel(sinks=False)(call)
+    out[1, 2:] = wrong[1, 2:]
+    j = call.judge(out)
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "no sink", str(j)
+    assert j.diagnosis.explained > 0.99
+
+
+def test_size_of_a_degree_is_fitted_to_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = made((1, 2, 64, 32), "bf16")
+    out = Kernel(scale=1.01)(call)
+    whole = call.judge(out).diagnosis
+    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)
+    part = call.judge(out).diagnosis
+    assert whole is not None
+    assert part is not None
+    assert part.size == whole.size == pytest.approx(math.log(1.01), rel=0.1)
+
+
+def test_rows_off_by_factors_of_their_own_are_a_sum_that_is_imprecise() -> None:
+    call = made((1, 2, 64, 32), "fp32")
+    out = Kernel()(call)
+    factors = 1 + 1e-3 * torch.randn(1, 2, 64, 1, generator=torch.Generator().manual_seed(0))
+    j = call.judge(out * factors)
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "row sum"
+    assert j.diagnosis.size == pytest.approx(1e-3, rel=5 / (2 * 128) ** 0.5)

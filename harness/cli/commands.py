@@ -138,7 +138,9 @@ def gate(stored: Path | None, baseline: Path, update: bool, **chosen: Any) -> in
 
 
 @cli.command(short_help="Hold the FP64 truth against ball arithmetic.")
-@click.option("--cases", default="all", show_default=True, metavar="NAME|FILE.py", help="Case files, with commas.")
+@click.option(
+    "--cases", default="all", show_default=True, metavar="NAME|FILE.py", help="Case files, with commas."
+)
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the page goes.")
 def certify(cases: str, out: Path) -> int:
     """Hold the FP64 truth of every small case against ball arithmetic (needs python-flint); exit 1 where it is not

@@ -36,7 +36,9 @@ def cells(row: Any) -> list[str]:
     """What stands under HEADERS."""
     c = row.certificate
     notes = [] if c.contained else ["OUTSIDE"]
-    notes += [f"{c.unbounded} rows unbounded"] * bool(c.unbounded) + [f"{c.left_out} left out"] * bool(c.left_out)
+    notes += [f"{c.unbounded} rows unbounded"] * bool(c.unbounded) + [f"{c.left_out} left out"] * bool(
+        c.left_out
+    )
     figures = [f"{x:.1e}" for x in (c.distance, c.relative, c.lse_distance, c.radius)]
     return [words.clean(row.case), words.clean(row.recipe), *figures, str(c.rows), ", ".join(notes)]
 
