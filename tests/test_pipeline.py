@@ -234,7 +234,9 @@ def test_fp64_recipe_runs_and_meets_the_truth() -> None:
 def test_empty_sizes_run_and_have_nothing_to_fail(shape: Shape) -> None:
     records = harness.run([Case("made", "empty", shape, "nothing in it")], None, ["fp32", "bf16"], seeds=1)
     # Fewer rows than can tell right from wrong, and never a pass for that.
-    assert {r.status for r in records} == {Status.INCONCLUSIVE, Status.REFUSED}, [r.traceback for r in records]
+    assert {r.status for r in records} == {Status.INCONCLUSIVE, Status.REFUSED}, [
+        r.traceback for r in records
+    ]
 
 
 def test_threads_are_recorded_as_they_are_now() -> None:
