@@ -3,13 +3,14 @@
 from harness import AttentionSpec, Case, Draw, Shape
 
 _CAUSAL = AttentionSpec(causal=True)
+_RECIPES = ("fp32", "bf16", "fp16", "fp8_e4m3", "bf16_eager", "fp16_eager")
 _FULL = AttentionSpec()
 _SHAPE = Shape(batch=2, heads=4, kv_heads=2, q_len=37, kv_len=53, head_dim=40)
 _SQUARE = Shape(batch=2, heads=2, q_len=48, head_dim=64)
 
 
 def _case(name, why, spec=_FULL, shape=_SHAPE, draw=None, **extras):
-    return Case("masks", name, shape, why, spec, draw or Draw(), extras=extras, seeds=1)
+    return Case("masks", name, shape, why, spec, draw or Draw(), extras=extras, seeds=1, recipes=_RECIPES)
 
 
 CASES = [
