@@ -321,11 +321,16 @@ def _running_max(s: Tensor, size: int) -> Tensor:
 def _unscaled(x: Subject, size: int, both: bool) -> Tensor:
     """Online softmax that forgets a = exp(m_old − m_new) for O, or for O and l."""
     s, v = _weights(x)
-    own = _running_max(s, size)
+    own, sink = _running_max(s, size), None
+    if x.extras.sinks is not None:  # the first of all keys: the running max begins with it
+        sink = x.extras.sinks.double().view(1, -1, 1, 1)
+        own = torch.maximum(own, sink)
+    top = torch.where(torch.isfinite(own[..., -1:]), own[..., -1:], 0.0)
     p = torch.exp(s - torch.where(torch.isfinite(own), own, 0.0))
-    top = own[..., -1:]
-    l = p if both else torch.exp(s - torch.where(torch.isfinite(top), top, 0.0))  # noqa: E741
-    return p @ v / l.sum(-1, keepdim=True).clamp(min=1e-300)
+    l = (p if both else torch.exp(s - top)).sum(-1, keepdim=True)  # noqa: E741
+    if sink is not None:
+        l = l + ((sink > -math.inf).double() if both else torch.exp(sink - top))  # noqa: E741
+    return p @ v / l.clamp(min=1e-300)
 
 
 def _arithmetic(x: Subject) -> Iterator[Fault]:
