@@ -120,7 +120,7 @@ def _share(unit: Unit, problem: _Problem, recipe: Recipe, device: torch.device) 
         (r, form)
         for r in unit.recipes
         if r.storage_key == recipe.storage_key
-        for form in dict.fromkeys(_form(name) for name in unit.implementations)
+        for form in dict.fromkeys(form_of(name) for name in unit.implementations)
     ]
     found = expectations(
         truth, q.values, k.values, v.values, case.spec, pairs, **problem.extras.as_options(),
@@ -129,14 +129,6 @@ def _share(unit: Unit, problem: _Problem, recipe: Recipe, device: torch.device) 
     expected = {(r.name, form): e for (r, form), e in zip(pairs, found, strict=True)}
     q, k, v = (replace(x, codes=lay_out(x.codes, case.layout)) for x in (q, k, v))
     return _Shared((q, k, v), truth, ms + problem.truth_ms, hazards, expected)
-
-
-def _form(name: str) -> Form:
-    """How an implementation arranges its sums. One that cannot be imported is an ERROR in its own cell."""
-    try:
-        return form_of(name, getattr(registry.get(name), "options", None))
-    except Exception:
-        return form_of(name)
 
 
 def _truth(
@@ -210,7 +202,7 @@ def _cells(
     ran = {name: o.result for name, o in outcomes.items() if o.result is not None}
     if docket.twins.first in ran:
         docket.twins.add(ran[docket.twins.first].out)
-    forms = {name: _form(name) for name in ran}
+    forms = {name: form_of(name) for name in ran}
     verdicts = dict(
         zip(ran, docket.verdicts([r.out for r in ran.values()], list(forms.values())), strict=True)
     )

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from harness.attention.rows import Problem, visible
 from harness.formats import get_format
-from harness.operands import Extras
+from harness.operands import Extras, squares_fit_fp32
 from harness.recipe import Recipe
 from harness.rounding import ulp
 from harness.spec import AttentionSpec, Shape
@@ -134,8 +134,7 @@ class _Walk:
     def __init__(self, call: Call) -> None:
         self.call, self.shape = call, call.shape
         pairs = self.shape.batch * self.shape.heads * self.shape.q_len * self.shape.S
-        top = float(call.v.abs().nan_to_num(0.0, 0.0, 0.0).max()) if call.v.numel() else 1.0
-        self.dtype = torch.float64 if pairs <= EXACT or not 1e-8 < top < 1e8 else torch.float32
+        self.dtype = torch.float64 if pairs <= EXACT or not squares_fit_fp32(call.v) else torch.float32
         q, k, v = (_finite(x).to(self.dtype) for x in (call.q, call.k, call.v))
         self.p = Problem(self.shape, call.spec, call.extras, q, k, v, None, None, None, True)
         self.scale = call.spec.scale_for(self.shape.head_dim)

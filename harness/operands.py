@@ -145,3 +145,9 @@ def shown(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
     return str(x.tolist()) if x.dim() == 1 and x.numel() <= 16 else f"{x.dtype} {tuple(x.shape)}"
+
+
+def squares_fit_fp32(x: Tensor) -> bool:
+    """Whether products of squares of these sizes, times the square of an FP32 roundoff (2^-48), stay normal in FP32."""
+    top = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 1.0
+    return 1e-8 < top < 1e8

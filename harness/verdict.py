@@ -25,6 +25,7 @@ from harness.rounding import ulp
 from harness.significance import (
     NO_SHIFT,
     NO_SPREAD,
+    SPREAD_RATIO,
     TWIN_LIMIT,
     Shift,
     Spread,
@@ -242,7 +243,7 @@ class Bench:
         effect = max(0.0, abs(x.shift.theta) - limit * x.shift.se) * size
         excess = x.spread.excess * size
         moved = abs(x.shift.t) > limit and effect > self.limits.mean
-        scattered = x.spread.t > tau and excess > self.limits.dispersion and x.spread.ratio > 1.25
+        scattered = x.spread.t > tau and excess > self.limits.dispersion and x.spread.ratio > SPREAD_RATIO
         return Along(name, x.shift, x.spread, effect, excess, moved or scattered, math.sqrt(2) * tau / x.norm)
 
     def _lost_key(self, out: Tensor, first: Projection, at: int, tau: float) -> list[str]:

@@ -17,6 +17,7 @@ from torch import Tensor
 import harness.error_model.problem as sizes
 from harness import AttentionSpec, Recipe, get, get_recipe, implementations, recipes
 from harness.error_model import BLACK_BOX, WHOLE, Form, expect, expectations, form_of
+from harness.operands import check
 from harness.quantize import quantize
 from harness.recipe import STAGES, TENSORS
 from harness.truth import reference
@@ -59,6 +60,9 @@ def run_all(
     tensors: tuple[Tensor, ...], spec: AttentionSpec, extras: dict[str, Any], recipe: Recipe, names: list[str]
 ) -> None:
     """No ceiling violated, no variance negative or NaN where the truth is finite."""
+    shape, drawn = check(*tensors, spec, **extras)
+    names = [a for a in names if not get(a).refusals(spec, shape, recipe, drawn.given)]
+    assert names, "an algorithm that takes everything is among them"
     stored = tuple(quantize(x, t, recipe) for x, t in zip(tensors, TENSORS, strict=True))
     values = tuple(x.values for x in stored)
     truth = reference(*values, spec, **extras)
@@ -202,3 +206,8 @@ def test_unknown_kernel_is_taken_for_a_flash_kernel() -> None:
     assert form_of("a_kernel_of_mine") == BLACK_BOX
     assert form_of("online_softmax", {"block": 32}) == Form("stream", 32)
     assert form_of("split_kv", {"splits": 7}) == Form("split", 7)
+
+
+@pytest.mark.parametrize("name", implementations())
+def test_form_without_options_is_that_of_the_registered_defaults(name: str) -> None:
+    assert form_of(name) == form_of(name, get(name).options)

@@ -17,7 +17,7 @@ from harness.error_model.ceiling import ceiling
 from harness.error_model.form import BLACK_BOX, WHOLE, Form, form_of
 from harness.error_model.problem import Problem
 from harness.error_model.variance import spread
-from harness.operands import check
+from harness.operands import check, squares_fit_fp32
 from harness.recipe import Recipe, get_recipe
 from harness.spec import AttentionSpec
 from harness.truth import Truth, reference
@@ -52,9 +52,7 @@ def expectations(
     """
     shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
     named = [(get_recipe(r), f) for r, f in pairs]
-    # Squares of values beyond these leave FP32, in which the products run.
-    top = float(v.abs().nan_to_num(0.0, 0.0, 0.0).max()) if v.numel() else 1.0
-    wide = any(r.base == "fp64" for r, _ in named) or not 1e-8 < top < 1e8
+    wide = any(r.base == "fp64" for r, _ in named) or not squares_fit_fp32(v)
     dtype = torch.float64 if wide else torch.float32
     split = (shape.batch * shape.Hkv, shape.group, shape.q_len)
     problem = Problem(
