@@ -29,6 +29,7 @@ from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind, MaskRow, Record
 from harness.truth import Truth, reference
+from harness.twins import FIRST
 
 
 @dataclass(frozen=True)
@@ -200,8 +201,8 @@ def _cells(
         {form: e for (of, form), e in shared.expected.items() if of == recipe.name}, shared.hazards,
     )  # fmt: skip
     ran = {name: o.result for name, o in outcomes.items() if o.result is not None}
-    if docket.twins.first in ran:
-        docket.twins.add(ran[docket.twins.first].out)
+    if FIRST in ran:
+        docket.knows(ran[FIRST].out)
     forms = {name: form_of(name) for name in ran}
     verdicts = dict(
         zip(ran, docket.verdicts([r.out for r in ran.values()], list(forms.values())), strict=True)

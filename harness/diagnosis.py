@@ -68,8 +68,9 @@ def diagnose(call: Call, out: Tensor, twins: Twins, stored: tuple[Stored, Stored
 
 
 def _whole_size(call: Call, out: Tensor, twin: Tensor, name: str) -> float:
-    """The size of a fault that comes in degrees, fitted to all rows: a part's is the less certain the smaller it is."""
-    along = project(call, [out.double() - twin])
+    """The size of a fault that comes in degrees, fitted to all rows looked at: a part's is the less certain the smaller
+    it is. `twin`: of these rows."""
+    along = project(call, [call.rows.take(out).double() - twin])
     i = along.names.index(name)
     return float((along.a[0][i] * along.f[i]).sum() / along.f[i].square().sum())
 
@@ -122,10 +123,8 @@ class _Part:
         self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
         self.out = torch.where(usable, self.out, self.truth.nan_to_num(0.0, 0.0, 0.0))
         self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
-        self.twin = self._finite(min((self.base[i] for i in range(len(self.base))), key=self._distance))
-        self.nearest = min(
-            (twins[i] for i in range(len(twins))), key=lambda t: self._distance(self._outputs(t))
-        )
+        near = min(range(len(self.base)), key=lambda i: self._distance(self.base[i]))
+        self.twin, self.nearest = self._finite(self.base[near]), twins[min(near, len(twins) - 1)]
         self.e = torch.where(self.weight > 0, self.out - self.twin, 0.0)
         self.total = self._energy(self.e)
         self.noise = float((self.weight > 0).sum())

@@ -37,6 +37,7 @@ from harness.formats import get_format
 from harness.operands import Extras, squares_fit_fp32
 from harness.recipe import Recipe
 from harness.rounding import ulp
+from harness.sample import Sample
 from harness.spec import AttentionSpec, Shape
 from harness.truth import Truth
 
@@ -59,7 +60,8 @@ DIRECTIONS = {
 
 @dataclass(frozen=True)
 class Call:
-    """One judged call: stored values q `[B, H, L, D]`, k, v in FP64, rules, truth, and σ² `[B, H, L, E]`."""
+    """One judged call: stored values q `[B, H, L, D]`, k, v in FP64, rules, truth, σ² `[B, H, L, E]`, and the rows
+    that directions are computed for (None: all)."""
 
     q: Tensor
     k: Tensor
@@ -69,6 +71,12 @@ class Call:
     recipe: Recipe
     truth: Truth
     variance: Tensor
+    sample: Sample | None = None
+
+    @property
+    def rows(self) -> Sample:
+        """The rows looked at."""
+        return self.sample or Sample(self.q.shape[2])
 
     @property
     def shape(self) -> Shape:
@@ -78,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Projection:
-    """`a` `[differences, directions, rows]` and `f` `[directions, rows]`, rows being all of `[B, H, L]`; `rms` is the
+    """`a` `[differences, directions, rows]` and `f` `[directions, rows]`, rows being the call's of `[B, H, L]`; `rms` is the
     root mean square of each direction's elements. `keys`: for each difference and key, Σ_i n_ij and Σ_i n_ij² of the
     numerators n = ⟨Δ, g/σ²⟩ of a lost key, `[differences, S]`, and how many rows see the key, `[S]`.
 
@@ -95,17 +103,17 @@ class Projection:
 
 
 def project(call: Call, differences: Sequence[Tensor]) -> Projection:
-    """The directions of a call, and each difference `[B, H, L, E]` along them."""
+    """The directions of a call, and each difference `[B, H, rows, E]` along them, for the rows looked at."""
     walk = _Walk(call)
     deltas = [_finite(x) for x in differences]
-    parts = [walk.block(rows, deltas) for rows in walk.blocks()]
+    parts = [walk.block(rows, [d[:, :, taken] for d in deltas]) for rows, taken in walk.blocks()]
     names = walk.names
     shape = call.shape
-    rows_of = (shape.batch, shape.heads, shape.q_len)
+    rows_of = (shape.batch, shape.heads, call.rows.count)
     a, f = (torch.cat([part[i] for part in parts], -1) for i in (0, 1))
     square = torch.stack([part[2] for part in parts]).sum(0)
     key_sum, key_square, key_rows = (torch.stack([p[i] for p in parts]).sum(0) for i in (3, 4, 5))
-    count = max(1, math.prod(shape.tensor("out")))
+    count = max(1, math.prod(rows_of) * shape.E)
     return Projection(
         names, a.reshape(len(deltas), len(names), math.prod(rows_of)), f.reshape(len(names), math.prod(rows_of)),
         (square / count).sqrt(), key_sum, key_square, key_rows,
@@ -113,9 +121,9 @@ def project(call: Call, differences: Sequence[Tensor]) -> Projection:
 
 
 def key_powers(call: Call) -> tuple[Tensor, Tensor]:
-    """Of the direction of each lost key, over all rows: Σ g²/σ² and Σ g², `[S]`."""
+    """Of the direction of each lost key, over the rows looked at: Σ g²/σ² and Σ g², `[S]`."""
     walk = _Walk(call)
-    parts = [walk.keys(rows) for rows in walk.blocks()]
+    parts = [walk.keys(rows) for rows, _ in walk.blocks()]
     power, square = (torch.stack([part[i] for part in parts]).sum(0) for i in (0, 1))
     return power, square
 
@@ -157,11 +165,10 @@ class _Walk:
         }  # fmt: skip
         return (name for name in DIRECTIONS if not absent.get(name, False))
 
-    def blocks(self) -> Iterator[slice]:
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Slices of the call's rows, and of those looked at."""
         heads = max(1, self.shape.batch * self.shape.heads * max(1, self.shape.S))
-        size = max(1, BLOCK // heads)
-        for start in range(0, max(1, self.shape.q_len), size):
-            yield slice(start, min(start + size, self.shape.q_len))
+        return self.call.rows.parts(max(1, BLOCK // heads))
 
     def _start(self, rows: slice) -> tuple[Tensor, ...]:
         """Of a block of rows: weight, o, lse, z, s, ∂s/∂log scale and p."""
@@ -195,7 +202,7 @@ class _Walk:
         weight, w_g = weight.double(), g * weight.double()
         power = (g * w_g).sum(-1)
         f = power.sqrt()
-        folded = [fold(d[:, :, rows]) for d in deltas]
+        folded = [fold(d) for d in deltas]
         a = torch.stack([(w_g * d).sum(-1) for d in folded]) if folded else f.new_zeros(0, *f.shape)
         a = torch.where(f > 0, a / f, 0.0)
         lost = self._lost_keys(prob, o, weight.to(self.dtype), folded)

@@ -13,10 +13,11 @@ import torch
 from harness.formats import FP32, FP64, FloatFormat, get_format
 from harness.ledger import NEAR_BITS, RESOLUTION_ULP, RangeLedger, beyond, coarse, headroom_bits
 from harness.quantize import Stored, prepare, round_inputs
+from harness.ranges import Ranges
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind
 from harness.rotation import rotate
-from harness.truth import Ranges, Truth
+from harness.truth import Truth
 
 __all__ = [
     "NEAR_BITS", "RESOLUTION_ULP", "RangeLedger", "beyond", "coarse", "headroom_bits", "predict", "storage_hazards",
@@ -135,7 +136,7 @@ def _predict_flush(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
             recipe.p_scale,
             bits,
             count,
-            ranges.pairs,
+            ranges.counted_pairs,
             None,
             lost,
         )
@@ -156,5 +157,5 @@ def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
             octave = min(math.floor(math.log2(fmt.max / factor)) + 1, len(ranges.exp_count) - 1)
             count = max(1, int(ranges.exp_count[max(octave, 0) + 1 :].sum()))
             peak = math.exp(min(top.value, 709.0)) * factor
-            yield Hazard(kind, stage, fmt.name, "predicted", peak, bits, count, ranges.pairs, top.where)
+            yield Hazard(kind, stage, fmt.name, "predicted", peak, bits, count, ranges.counted_pairs, top.where)
             return  # later stages only inherit it

@@ -25,6 +25,7 @@ from harness.operands import Extras, check
 from harness.quantize import Stored, admit, quantize
 from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
+from harness.sample import choose
 from harness.spec import AttentionSpec
 from harness.truth import Truth, reference
 from harness.twins import Twins
@@ -173,7 +174,7 @@ class Docket:
         if exact_truth is None and self.exact is not None:
             self.exact_truth = self._truth(self.exact)
         self._ideal_truth = ideal_truth
-        self.twins = Twins(stored, spec, recipe, extras)
+        self._first_twin: Tensor | None = None
         self._expected: dict[Form, Expectation] = dict(expected or {})
         self._promises: dict[Form, Expectation] = {}
         self._totals: dict[int, Errors] = {}  # by the identity of a verdict: equal outputs share theirs
@@ -218,13 +219,21 @@ class Docket:
             torch.where(lse_lost, best.lse_ceiling, own.lse_ceiling),
         )  # fmt: skip
 
+    def knows(self, out: Tensor) -> None:
+        """An output of the algorithm that is the first twin, so that it need not run again."""
+        self._first_twin = out
+
     def bench(self, form: Form) -> Bench:
         """Twins and directions, under the expectation of the form that comes first."""
         if self._bench is None:
             (expected,) = self.expected([form])
             q, k, v = self.values
             call = Call(q, k, v, self.spec, self.extras, self.recipe, self.truth, expected.variance)
-            self._bench = Bench(call, expected.ceiling, self.twins)
+            call = replace(call, sample=choose(call.shape, expected.variance))
+            twins = Twins(self.stored, self.spec, self.recipe, self.extras, sample=call.rows)
+            if self._first_twin is not None:
+                twins.add(self._first_twin)
+            self._bench = Bench(call, expected.ceiling, twins)
         return self._bench
 
     def verdicts(self, outs: Sequence[Tensor], forms: Sequence[Form]) -> list[Verdict]:
@@ -293,7 +302,7 @@ class Docket:
             return self._of_classes(out, hazards)
         if not precise:
             return None
-        return diagnose(self._bench.call, out, self.twins, self.stored)
+        return diagnose(self._bench.call, out, self._bench.twins, self.stored)
 
     def _of_classes(self, out: Tensor, hazards: Sequence[Hazard]) -> Diagnosis:
         """NaN and infinities have no size: rows without keys, or the first stage that left its format."""

@@ -11,59 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from harness.operands import Extras, check, slice_rows_keys
+from harness.ranges import COUNTED_PAIRS, Place, Ranges
 from harness.spec import AttentionSpec, Shape
 
 BUFFER_BYTES = 16 * 2**20  # of one score block; about four such buffers live at a time
-_OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
-
-
-@dataclass
-class Peak:
-    """The largest magnitude seen, and its (b, h, i, j)."""
-
-    value: float = 0.0
-    where: tuple[int, ...] | None = None
-
-    def see(self, magnitudes: Tensor, b: int, h: int, first_row: int, first_key: int) -> None:
-        """`magnitudes` ≥ 0, `[rows, keys]`; NaN is passed over."""
-        if magnitudes.numel() == 0:
-            return
-        top = float(magnitudes.max())
-        if math.isnan(top):
-            magnitudes = magnitudes.nan_to_num(nan=0.0, posinf=math.inf)
-            top = float(magnitudes.max())
-        if top > self.value:
-            i, j = divmod(int(magnitudes.argmax()), magnitudes.shape[-1])
-            self.value, self.where = top, (b, h, first_row + i, first_key + j)
-
-
-@dataclass
-class Ranges:
-    """Ranges of the visible values, from FP64.
-
-    `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
-    `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many
-    exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over `rows`: those with a
-    denominator that is finite and not 0. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099
-    (NaN counts at 0).
-    """
-
-    raw: Peak = field(default_factory=Peak)
-    score: Peak = field(default_factory=Peak)
-    score_max: Peak = field(default_factory=Peak)
-    row_sum: Peak = field(default_factory=Peak)
-    raw_square: float = 0.0
-    pairs: int = 0
-    rows: int = 0
-    probs_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
-    probs_mass: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
-    exp_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
 
 
 @dataclass(frozen=True)
@@ -115,9 +72,13 @@ def _plain(x: Tensor) -> Tensor:
 
 
 def _row_blocks(shape: Shape) -> Iterator[slice]:
-    size = max(1, min(256, BUFFER_BYTES // (8 * max(shape.S, 1))))
+    size = _rows_in_block(shape)
     for start in range(0, shape.q_len, size):
         yield slice(start, min(start + size, shape.q_len))
+
+
+def _rows_in_block(shape: Shape) -> int:
+    return max(1, min(256, BUFFER_BYTES // (8 * max(shape.S, 1))))
 
 
 @dataclass
@@ -155,7 +116,7 @@ class _Head:
         lse = base + total.log()
         rule = 0.0 if self.spec.empty_row == "zero" else math.nan
         if self.noted is not None:  # last: it uses p up
-            _note_probs(self.noted, p, total, rows, keys, (self.b, self.h))
+            self.noted.note_probs(p, total, self._place(rows, keys), self._counts(rows))
         return (
             out.masked_fill(empty[:, None], rule),
             lse.masked_fill(empty, -math.inf if rule == 0 else rule),
@@ -176,19 +137,27 @@ class _Head:
         """`[rows, keys]`, −∞ where hidden."""
         s = _plain(self.q[rows]) @ self.k[keys].T
         hidden = self._hidden(rows, keys)
+        plain = self.spec.softcap is None and self.extras.bias is None
         if self.noted is not None:
-            raw = _magnitude(s, hidden)
-            self.noted.raw.see(raw, self.b, self.h, rows.start, keys.start)
-            self.noted.raw_square += float((raw * raw).sum())
-            self.noted.pairs += raw.numel() - (0 if hidden is None else int(hidden.sum()))
+            scale = self.scale if plain else None
+            self.noted.note_raw(s, hidden, scale, self._place(rows, keys), self._counts(rows))
         s *= self.scale
         if self.spec.softcap is not None:
             s = self.spec.softcap * torch.tanh(s / self.spec.softcap)
         if self.extras.bias is not None:
             s = s + self._of_head(self.extras.bias, rows, keys).double()
-        if self.noted is not None:
-            _note_scores(self.noted, s, hidden, rows, keys, (self.b, self.h))
+        if self.noted is not None and not plain:
+            self.noted.note_scores(s, hidden, self._place(rows, keys), self._counts(rows))
         return s if hidden is None else s.masked_fill_(hidden, -math.inf)
+
+    def _place(self, rows: slice, keys: slice) -> Place:
+        return Place(self.b, self.h, rows.start, keys.start)
+
+    def _counts(self, rows: slice) -> bool:
+        """Whether the histograms take this block: of a large head evenly spaced ones, and the last."""
+        every = max(1, self.shape.q_len * self.shape.S // COUNTED_PAIRS)
+        block = rows.start // _rows_in_block(self.shape)
+        return block % every == 0 or rows.stop == self.shape.q_len
 
     def _of_head(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
         """This head's part of a broadcast tensor, `[rows|1, keys|1]`."""
@@ -226,35 +195,3 @@ class _Head:
         nan = (weighs @ torch.isnan(v).double()) > 0
         out = torch.where(up, math.inf, torch.where(down, -math.inf, out))
         return torch.where(nan | (up & down) | torch.isnan(p).any(-1, keepdim=True), math.nan, out)
-
-
-def _magnitude(s: Tensor, hidden: Tensor | None) -> Tensor:
-    return s.abs() if hidden is None else s.abs().masked_fill_(hidden, 0.0)
-
-
-def _note_scores(
-    noted: Ranges, s: Tensor, hidden: Tensor | None, rows: slice, keys: slice, at: tuple[int, int]
-) -> None:
-    place = (*at, rows.start, keys.start)
-    noted.score.see(_magnitude(s, hidden), *place)
-    positive = s.clamp(min=0.0) if hidden is None else s.clamp(min=0.0).masked_fill_(hidden, 0.0)
-    noted.score_max.see(positive, *place)
-    seen = s if hidden is None else s[~hidden]
-    octave = (seen * math.log2(math.e)).ceil_().nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1)
-    noted.exp_count += torch.bincount(octave.flatten().long(), minlength=_OCTAVES).double().cpu()
-
-
-def _note_probs(
-    noted: Ranges, p: Tensor, total: Tensor, rows: slice, keys: slice, at: tuple[int, int]
-) -> None:
-    noted.row_sum.see(total[:, None], *at, rows.start, keys.start)
-    defined = torch.isfinite(total) & (total > 0)
-    if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges
-        p, total = p[defined], total[defined]
-    noted.rows += p.shape[0]
-    mantissa, exponent = torch.frexp(p)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
-    octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
-    noted.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
-    noted.probs_count[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
-    mass = p.div_(total[:, None]).flatten()
-    noted.probs_mass += torch.bincount(octave, weights=mass, minlength=_OCTAVES).double().cpu()

@@ -13,6 +13,7 @@ from harness import registry
 from harness.operands import Extras
 from harness.quantize import Stored
 from harness.recipe import Recipe
+from harness.sample import Sample
 from harness.spec import AttentionSpec
 
 # Nearest first for a kernel that holds whole rows, then an online softmax of these keys a block.
@@ -20,28 +21,24 @@ FIRST, BLOCKS = "naive_masked", (128, 16)
 
 
 class Twins:
-    """Outputs of the twins of one call, FP64 `[B, H, L, E]`, made when asked for."""
+    """Outputs of the twins of one call, FP64 `[B, H, rows, E]`, made when asked for; of all rows, or of a sample."""
 
     def __init__(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras,
-        blocks: tuple[int, ...] = BLOCKS,
+        blocks: tuple[int, ...] = BLOCKS, sample: Sample | None = None,
     ) -> None:  # fmt: skip
         self._stored, self._spec, self._recipe, self._extras = stored, spec, recipe, extras
+        self._sample = sample or Sample(stored[0].codes.shape[2])
         keys = stored[1].codes.shape[2]
         # A block that holds every key does what the one before it does, unless P is normalised early.
         early = recipe.normalise == "early"
         self._left = [None, *(b for b in blocks if b < keys or (early and b == max(blocks)))]
         self._made: list[Tensor] = []
 
-    @property
-    def first(self) -> str:
-        """Name of the algorithm of the twin that comes first."""
-        return FIRST
-
     def add(self, out: Tensor) -> None:
-        """An output known already, of the twin that comes first."""
+        """An output `[B, H, L, E]` known already, of the twin that comes first."""
         self._left.pop(0)
-        self._made.append(out.double())
+        self._made.append(self._sample.take(out).double())
 
     def __len__(self) -> int:
         return len(self._made) + len(self._left)
@@ -52,7 +49,7 @@ class Twins:
             name, options = (FIRST, {}) if block is None else ("online_softmax", {"block": block})
             with torch.no_grad():
                 result = registry.get(name).run_stored(
-                    self._stored, self._spec, self._recipe, self._extras, **options
+                    self._stored, self._spec, self._recipe, self._extras, rows=self._sample.blocks, **options
                 )
             self._made.append(result.out.double())
         return self._made[index]

@@ -100,6 +100,7 @@ class Bench:
         self.usable = (
             torch.isfinite(call.truth.out).all(-1) & torch.isfinite(call.variance).all(-1)
         ).flatten() & self.independent
+        self.truth = call.rows.take(call.truth.out)  # where twins and directions are looked at
         self.size = _rms(call.truth.out)
         self.expected = math.sqrt(_mean(call.variance)) if call.variance.numel() else math.nan
 
@@ -116,11 +117,11 @@ class Bench:
         ceilings = ceilings or [self.ceiling] * len(outs)
         directed = directed or [True] * len(outs)
         wider = wider or [None] * len(outs)
-        twin = self.twins[0]
+        twin, take = self.twins[0], self.call.rows.take
         # Only what differs from the twin has directions to test.
-        differ = [directed[i] and not torch.equal(out, twin) for i, out in enumerate(outs)]
-        deltas = [out - twin for out, apart in zip(outs, differ, strict=True) if apart]
-        first = project(self.counted, [twin - self.call.truth.out, *deltas] if deltas else [])
+        differ = [directed[i] and not torch.equal(take(out), twin) for i, out in enumerate(outs)]
+        deltas = [take(out) - twin for out, apart in zip(outs, differ, strict=True) if apart]
+        first = project(self.counted, [twin - self.truth, *deltas] if deltas else [])
         places = [sum(differ[: i + 1]) if apart else 0 for i, apart in enumerate(differ)]
         verdicts: list[Verdict] = []
         for at, out in enumerate(outs):
@@ -155,12 +156,13 @@ class Bench:
             over, reason = _over_ceiling(e, ceiling)
             yard = _Yardstick(e, variance, finite, self)
         reasons += reason + yard.reasons()
-        along, tau = self._directions(out, first, at)
+        taken = self.call.rows.take(out)
+        along, tau = self._directions(taken, first, at)
         found = [x for x in along if x.significant]  # a large fault shows along most directions
         reasons += [self._told(x) for x in found[:TOLD]]
         if found[TOLD:]:
             reasons.append(f"so it does along {', '.join(x.name for x in found[TOLD:])}")
-        reasons += self._lost_key(out, first, at, tau)
+        reasons += self._lost_key(taken, first, at, tau)
         largest = max(along, key=lambda x: abs(x.shift.t), default=None)
         margins = Margins(
             yard.ratio, yard.limit, yard.worst, yard.worst_at, over,
@@ -172,8 +174,14 @@ class Bench:
             return Verdict(Status.FAIL, tuple(reasons), errors, margins, along)
         doubts = tuple(self._doubts(along))
         status = Status.INCONCLUSIVE if doubts else Status.PASS
-        told = doubts or (f"error {yard.ratio:.2f} × what is normal, no fault direction significant",)
+        told = doubts or (
+            f"error {yard.ratio:.2f} × what is normal, no fault direction significant{self._looked()}",
+        )
         return Verdict(status, told, errors, margins, along)
+
+    def _looked(self) -> str:
+        rows = self.call.rows
+        return "" if rows.whole else f" (looked for in {rows.count} of {rows.rows} rows of every head)"
 
     def _doubts(self, along: Sequence[Along]) -> list[str]:
         """Why these inputs cannot tell right from wrong."""
@@ -213,7 +221,7 @@ class Bench:
     def _directions(self, out: Tensor, first: Projection, at: int) -> tuple[tuple[Along, ...], float]:
         tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
         ok = (
-            self.usable
+            self._taken(self.usable)
             & torch.isfinite(out).all(-1).flatten()
             & torch.isfinite(self.twins[0]).all(-1).flatten()
         )
@@ -227,7 +235,7 @@ class Bench:
         index = 1
         while suspects and index < len(self.twins):  # an honest kernel is near one of the twins
             twin = self.twins[index]
-            again = project(self.counted, [twin - self.call.truth.out, out - twin])
+            again = project(self.counted, [twin - self.truth, out - twin])
             for name in suspects:
                 i = again.names.index(name)
                 rows = ok & (again.f[i] > 0) & torch.isfinite(twin).all(-1).flatten()
@@ -236,6 +244,10 @@ class Bench:
             index += 1
         along = [self._along(name, x, tau) for name, x in found.items()]
         return tuple(sorted(along, key=lambda x: -max(abs(x.shift.t), x.spread.t))), tau
+
+    def _taken(self, rows: Tensor) -> Tensor:
+        """Of `[B·H·L]`, the rows looked at."""
+        return self.call.rows.take(rows.view(self.call.truth.out.shape[:3])).flatten()
 
     def _along(self, name: str, x: _Tested, tau: float) -> Along:
         size = x.rms / self.size if self.size else math.inf

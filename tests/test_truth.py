@@ -20,7 +20,8 @@ from torch import Tensor
 
 import harness.truth
 from harness.spec import AttentionSpec
-from harness.truth import Ranges, Truth, reference
+from harness.ranges import Ranges
+from harness.truth import Truth, reference
 
 U = 2.0**-53
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -130,7 +130,7 @@ def test_verdicts_of_one_docket_do_not_depend_on_their_company() -> None:
 
 def test_shift_of_one_promised_size_is_seen_and_half_of_it_is_not() -> None:
     b = Bench("bf16", size=(1, 4, 128, 32))
-    twin = b.docket.twins[0]
+    twin = b.docket.bench(BLACK_BOX).twins[0]
     unseen = b.judge(twin)[0].margins.unseen["shrink"]
     far, near = b.judge(twin + 3 * unseen * b.truth, twin + 0.3 * unseen * b.truth)
     assert any("shrink" in r for r in far.reasons), far.reasons

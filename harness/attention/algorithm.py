@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,11 +31,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """One algorithm written over `Arithmetic`. `options` are the body's parameters and their defaults.
+    """One algorithm written over `Arithmetic`. `options` are the body's parameters and their defaults; `part` is the
+    body for some rows alone, where there is one: `part(arithmetic, problem, rows, **options)`.
     `appends_scales`: scales arrive with their tokens, so none of V may span several."""
 
     name: str
     body: Callable[..., tuple[Tensor, Tensor]]
+    part: Callable[..., tuple[Tensor, Tensor]] | None = None
     causal_only: bool = False
     subtracts_max: bool = True
     appends_scales: bool = False
@@ -84,9 +86,10 @@ class Algorithm:
 
     def run_stored(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe,
-        extras: Extras = NO_EXTRAS, watch: Watcher | None = None, **options: int,
+        extras: Extras = NO_EXTRAS, watch: Watcher | None = None, rows: Sequence[slice] | None = None, **options: int,
     ) -> Result:  # fmt: skip
-        """`run` on inputs that are stored already."""
+        """`run` on inputs that are stored already. With `rows`, out and lse hold these rows alone, one after the
+        other."""
         chosen = {**self.options, **options}
         for name, value in options.items():
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
@@ -95,9 +98,22 @@ class Algorithm:
                 raise ValueError(f"option {name}={value!r} for {self.name}; allowed: {allowed}")
         arithmetic = Arithmetic(recipe, watch)
         with torch.no_grad():  # bias and sinks may ask for gradients; rounding has none
-            out, lse = self.body(arithmetic, _problem(stored, spec, extras, arithmetic.dtype), **chosen)
+            problem = _problem(stored, spec, extras, arithmetic.dtype)
+            if rows is None:
+                out, lse = self.body(arithmetic, problem, **chosen)
+            else:
+                out, lse = self._rows(arithmetic, problem, rows, chosen)
         dtype = DTYPES[recipe.out_format]
         return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, arithmetic.flops)
+
+
+    def _rows(
+        self, ar: Arithmetic, p: Problem, rows: Sequence[slice], options: Mapping[str, int]
+    ) -> tuple[Tensor, Tensor]:
+        if self.part is None:
+            raise ValueError(f"{self.name} cannot be run for some rows alone; allowed: rows=None")
+        parts = [self.part(ar, p, part, **options) for part in rows]
+        return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
 def store(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from harness.arithmetic import Arithmetic
 from harness.attention.algorithm import Algorithm
-from harness.attention.rows import Problem, finish, probs_times_v, scores, sink_logits
+from harness.attention.rows import Problem, finish, key_range, probs_times_v, scores, sink_logits
 
 
 def attend(
@@ -64,5 +64,9 @@ def naive_unsafe(ar: Arithmetic, p: Problem) -> tuple[Tensor, Tensor]:
     return attend(ar, p, *_whole(p), subtract_max=False)
 
 
-NAIVE_MASKED = Algorithm("naive_masked", naive_masked)
+def _part(ar: Arithmetic, p: Problem, rows: slice) -> tuple[Tensor, Tensor]:
+    return attend(ar, p, rows, key_range(p, rows))
+
+
+NAIVE_MASKED = Algorithm("naive_masked", naive_masked, _part)
 NAIVE_UNSAFE = Algorithm("naive_unsafe", naive_unsafe, subtracts_max=False)

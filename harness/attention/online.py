@@ -27,7 +27,10 @@ def online_softmax(ar: Arithmetic, p: Problem, block: int = 128, q_block: int = 
     return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
 
 
-def _stream(ar: Arithmetic, p: Problem, rows: slice, block: int) -> tuple[Tensor, Tensor]:
+def _stream(
+    ar: Arithmetic, p: Problem, rows: slice, block: int = 128, q_block: int = 512
+) -> tuple[Tensor, Tensor]:
+    """These rows alone, however many (`q_block` is the caller's business)."""
     sh = p.shape
     size = (sh.batch, sh.Hkv, sh.group * (rows.stop - rows.start))
     o = p.q.new_zeros(*size, sh.E)
@@ -56,4 +59,4 @@ def _stream(ar: Arithmetic, p: Problem, rows: slice, block: int) -> tuple[Tensor
     return finish(ar, p, o, l, m + l.log(), empty)
 
 
-ONLINE_SOFTMAX = Algorithm("online_softmax", online_softmax, options={"block": 128, "q_block": 512})
+ONLINE_SOFTMAX = Algorithm("online_softmax", online_softmax, _stream, options={"block": 128, "q_block": 512})

@@ -1,0 +1,126 @@
+"""How far the FP64 truth's own numbers reach: what the hazards of a recipe are predicted from."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+COUNTED_PAIRS = 2**21  # of a head, about: its histograms need no more
+_OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which block of the scores is at work: its sequence and head, first row and first key."""
+
+    b: int
+    h: int
+    row: int
+    key: int
+
+
+@dataclass
+class Peak:
+    """The largest magnitude seen, and its (b, h, i, j)."""
+
+    value: float = 0.0
+    where: tuple[int, ...] | None = None
+
+    def see(self, top: float, values: Tensor, at: Place) -> None:
+        """`top`: the largest magnitude of `values` `[rows, keys]`, NaN passed over."""
+        if top > self.value:
+            i, j = divmod(int((values.abs() == top).flatten().to(torch.uint8).argmax()), values.shape[-1])
+            self.value, self.where = top, (at.b, at.h, at.row + i, at.key + j)
+
+
+@dataclass
+class Ranges:
+    """Ranges of the visible values, from FP64.
+
+    `raw`: |q·k| before scaling. `score`: |s|. `score_max`: max(s, 0), what exp without max subtraction meets.
+    `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many
+    exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over `rows`: those with a
+    denominator that is finite and not 0. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099
+    (NaN counts at 0).
+
+    Peaks and sums are of all visible pairs. Of a head with more than `COUNTED_PAIRS` the three histograms are those of
+    evenly spaced blocks of rows, with `counted_pairs` visible pairs.
+    """
+
+    raw: Peak = field(default_factory=Peak)
+    score: Peak = field(default_factory=Peak)
+    score_max: Peak = field(default_factory=Peak)
+    row_sum: Peak = field(default_factory=Peak)
+    raw_square: float = 0.0
+    pairs: int = 0
+    counted_pairs: int = 0
+    rows: int = 0
+    probs_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+    probs_mass: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+    exp_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+
+    def note_raw(self, raw: Tensor, hidden: Tensor | None, scale: float | None, at: Place, count: bool) -> None:
+        """q·k of a block `[rows, keys]`. `scale` where the scores are these times it, and nothing else."""
+        if not raw.numel():
+            return
+        x = raw if hidden is None else raw.masked_fill(hidden, 0.0)
+        seen = x.numel() - (0 if hidden is None else int(torch.count_nonzero(hidden)))
+        self.pairs += seen
+        self.counted_pairs += seen if count else 0
+        self.raw_square += float(x.flatten().dot(x.flatten()))
+        low, high = _extremes(x)
+        self.raw.see(max(-low, high), x, at)
+        if scale is not None:
+            self._note_scores(x * scale if count else x, low, high, scale, seen, at, count)
+
+    def note_scores(self, s: Tensor, hidden: Tensor | None, at: Place, count: bool) -> None:
+        """Scores of a block, softcap and bias included."""
+        if not s.numel():
+            return
+        x = s if hidden is None else s.masked_fill(hidden, 0.0)
+        seen = x.numel() - (0 if hidden is None else int(torch.count_nonzero(hidden)))
+        self._note_scores(x, *_extremes(x), 1.0, seen, at, count)
+
+    def _note_scores(
+        self, x: Tensor, low: float, high: float, scale: float, seen: int, at: Place, count: bool
+    ) -> None:
+        """`low` and `high` of the scores ÷ scale; x holds the scores where they are to be counted."""
+        low, high = sorted((low * scale, high * scale))
+        scaled = x if count or scale == 1 else None
+        for peak, top in ((self.score, max(-low, high)), (self.score_max, high)):
+            if top > peak.value:
+                values = x * scale if scaled is None else scaled
+                peak.see(top, values.clamp(min=0.0) if peak is self.score_max else values, at)
+        if count:
+            octave = (x * math.log2(math.e)).ceil_()
+            octave = octave.nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1).flatten()
+            self.exp_count += torch.bincount(octave.long(), minlength=_OCTAVES).double().cpu()
+            self.exp_count[0] -= x.numel() - seen  # hidden ones stand as 0
+
+    def note_probs(self, p: Tensor, total: Tensor, at: Place, count: bool) -> None:
+        """exp(s − m) of a block, which is used up, and its denominators `[rows]`."""
+        if total.numel():
+            self.row_sum.see(_extremes(total)[1], total[:, None], at)
+        if not count:
+            return
+        defined = torch.isfinite(total) & (total > 0)
+        if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges
+            p, total = p[defined], total[defined]
+        self.rows += p.shape[0]
+        mantissa, exponent = torch.frexp(p)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
+        octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
+        self.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
+        self.probs_count[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
+        mass = p.div_(total[:, None]).flatten()
+        self.probs_mass += torch.bincount(octave, weights=mass, minlength=_OCTAVES).double().cpu()
+
+
+def _extremes(x: Tensor) -> tuple[float, float]:
+    """The smallest and the largest, NaN taken as 0."""
+    low, high = (float(y) for y in torch.aminmax(x))
+    if math.isnan(low):
+        low, high = (float(y) for y in torch.aminmax(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)))
+    return low, high
