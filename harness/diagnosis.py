@@ -12,7 +12,7 @@ the threshold of a single statistic could tell, τ², or below 1 % of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -29,7 +29,7 @@ from harness.spec import Shape
 from harness.truth import Truth
 from harness.twins import Twins
 
-PAIRS, MOST = 2**18, 2**20  # scores of the part of a call that is diagnosed: about, and at most
+PAIRS = 2**18  # scores of the part of a call that is diagnosed
 LEAST = 16  # rows of it
 EXPLAINS = 0.5  # of the error, below which a fault does not explain it
 TIE = 0.01
@@ -47,9 +47,13 @@ class _Suspect:
     degrees: bool
 
 
-def diagnose(call: Call, out: Tensor, twins: Twins, stored: tuple[Stored, Stored, Stored]) -> Diagnosis:
-    """The likeliest fault of `out` `[B, H, L, E]`, or that none known explains it. Non-finite places are left out."""
-    part = _Part(call, out, twins, stored)
+def diagnose(
+    call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored], sizes: Mapping[str, float]
+) -> Diagnosis:
+    """The likeliest fault of `out` `[B, H, L, E]`, or that none known explains it. Non-finite places are left out.
+    `sizes`: of the directions, as fitted to all rows looked at; a part's own are the less certain the smaller it is.
+    """
+    part = _Part(call, out, stored)
     suspects = _ranked(list(part.suspects()))
     total = part.total
     best = suspects[0] if suspects else _Suspect(NOTHING, "", 0.0, 0.0, False)
@@ -63,16 +67,8 @@ def diagnose(call: Call, out: Tensor, twins: Twins, stored: tuple[Stored, Stored
         return Diagnosis(NOTHING, f"no known fault explains it{near}", 0.0, 0.0, explained)
     rivals = [s for s in suspects[1:] if _equal(best, s, tau)]
     names = tuple(s.name for s in rivals[:RIVALS])
-    size = _whole_size(call, out, part.nearest, best.name) if best.degrees else best.size
+    size = sizes.get(best.name, best.size) if best.degrees else best.size
     return Diagnosis(best.name, best.what, size, best.gain**0.5, explained, names)
-
-
-def _whole_size(call: Call, out: Tensor, twin: Tensor, name: str) -> float:
-    """The size of a fault that comes in degrees, fitted to all rows looked at: a part's is the less certain the smaller
-    it is. `twin`: of these rows."""
-    along = project(call, [call.rows.take(out).double() - twin])
-    i = along.names.index(name)
-    return float((along.a[0][i] * along.f[i]).sum() / along.f[i].square().sum())
 
 
 def _equal(best: _Suspect, other: _Suspect, tau: float) -> bool:
@@ -96,7 +92,7 @@ def _ranked(suspects: list[_Suspect]) -> list[_Suspect]:
 class _Part:
     """A part of the call small enough to be computed a hundred times."""
 
-    def __init__(self, call: Call, out: Tensor, twins: Twins, stored: tuple[Stored, Stored, Stored]) -> None:
+    def __init__(self, call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored]) -> None:
         shape = call.shape
         self._choose(shape, call, out)
         self.call = self._cut(call)
@@ -123,8 +119,7 @@ class _Part:
         self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
         self.out = torch.where(usable, self.out, self.truth.nan_to_num(0.0, 0.0, 0.0))
         self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
-        near = min(range(len(self.base)), key=lambda i: self._distance(self.base[i]))
-        self.twin, self.nearest = self._finite(self.base[near]), twins[min(near, len(twins) - 1)]
+        self.twin = self._finite(min((self.base[i] for i in range(len(self.base))), key=self._distance))
         self.e = torch.where(self.weight > 0, self.out - self.twin, 0.0)
         self.total = self._energy(self.e)
         self.noise = float((self.weight > 0).sum())
@@ -136,7 +131,7 @@ class _Part:
         rows = min(shape.q_len, max(LEAST, PAIRS // (row * max(1, shape.batch * shape.heads))))
         bottom = call.spec.align == "bottom-right"
         self.rows = slice(shape.q_len - rows, shape.q_len) if bottom else slice(0, rows)
-        fit = MOST // (row * max(1, rows))  # heads, of all sequences
+        fit = PAIRS // (row * max(1, rows))  # heads, of all sequences
         e = (out.double() - call.truth.out)[:, :, self.rows].square().nan_to_num(0.0, 0.0, 0.0).sum((2, 3))
         count = min(shape.batch, max(1, fit // shape.heads))
         self.batches = e.sum(1).topk(count).indices.sort().values

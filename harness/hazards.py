@@ -157,5 +157,7 @@ def _predict_unsafe(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:
             octave = min(math.floor(math.log2(fmt.max / factor)) + 1, len(ranges.exp_count) - 1)
             count = max(1, int(ranges.exp_count[max(octave, 0) + 1 :].sum()))
             peak = math.exp(min(top.value, 709.0)) * factor
-            yield Hazard(kind, stage, fmt.name, "predicted", peak, bits, count, ranges.counted_pairs, top.where)
+            yield Hazard(
+                kind, stage, fmt.name, "predicted", peak, bits, count, ranges.counted_pairs, top.where
+            )
             return  # later stages only inherit it

@@ -172,7 +172,9 @@ class Docket:
         self.truth = truth or self._truth(self.values, ranges=True)
         self.exact_truth = exact_truth
         if exact_truth is None and self.exact is not None:
-            self.exact_truth = self._truth(self.exact)
+            pairs = zip(self.exact, self.values, strict=True)
+            same = all(torch.equal(x.to(y.dtype), y) for x, y in pairs)  # BF16 inputs stored in BF16
+            self.exact_truth = self.truth if same else self._truth(self.exact)
         self._ideal_truth = ideal_truth
         self._first_twin: Tensor | None = None
         self._expected: dict[Form, Expectation] = dict(expected or {})
@@ -302,7 +304,8 @@ class Docket:
             return self._of_classes(out, hazards)
         if not precise:
             return None
-        return diagnose(self._bench.call, out, self._bench.twins, self.stored)
+        sizes = {x.name: x.shift.theta for x in verdict.along}
+        return diagnose(self._bench.call, out, self.stored, sizes)
 
     def _of_classes(self, out: Tensor, hazards: Sequence[Hazard]) -> Diagnosis:
         """NaN and infinities have no size: rows without keys, or the first stage that left its format."""

@@ -62,7 +62,9 @@ class Ranges:
     probs_mass: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
     exp_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
 
-    def note_raw(self, raw: Tensor, hidden: Tensor | None, scale: float | None, at: Place, count: bool) -> None:
+    def note_raw(
+        self, raw: Tensor, hidden: Tensor | None, scale: float | None, at: Place, count: bool
+    ) -> None:
         """q·k of a block `[rows, keys]`. `scale` where the scores are these times it, and nothing else."""
         if not raw.numel():
             return
@@ -110,7 +112,9 @@ class Ranges:
         if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges
             p, total = p[defined], total[defined]
         self.rows += p.shape[0]
-        mantissa, exponent = torch.frexp(p)  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
+        mantissa, exponent = torch.frexp(
+            p
+        )  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
         octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
         self.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
         self.probs_count[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
@@ -122,5 +126,7 @@ def _extremes(x: Tensor) -> tuple[float, float]:
     """The smallest and the largest, NaN taken as 0."""
     low, high = (float(y) for y in torch.aminmax(x))
     if math.isnan(low):
-        low, high = (float(y) for y in torch.aminmax(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf)))
+        low, high = (
+            float(y) for y in torch.aminmax(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
+        )
     return low, high

@@ -55,7 +55,7 @@ def choose(shape: Shape, variance: Tensor) -> Sample:
     """The first and the last block of rows, those in which `variance` `[B, H, L, E]` expects most relative to the mean
     of its head, and others drawn with a fixed seed. Nothing of the output under test decides."""
     blocks = -(-shape.q_len // ROWS)
-    row = shape.batch * shape.heads * max(1, shape.S)
+    row = max(1, shape.batch * shape.heads * shape.S)
     wanted = max(FEWEST, SCORES // (row * ROWS))
     if wanted >= blocks:
         return Sample(shape.q_len)

@@ -157,7 +157,9 @@ class Bench:
             yard = _Yardstick(e, variance, finite, self)
         reasons += reason + yard.reasons()
         taken = self.call.rows.take(out)
-        along, tau = self._directions(taken, first, at)
+        # Of a large call that has failed already, directions are told and decide nothing: one twin will do.
+        twins = 1 if reasons and not self.call.rows.whole else len(self.twins)
+        along, tau = self._directions(taken, first, at, twins)
         found = [x for x in along if x.significant]  # a large fault shows along most directions
         reasons += [self._told(x) for x in found[:TOLD]]
         if found[TOLD:]:
@@ -218,7 +220,9 @@ class Bench:
 
     # --- directions --------------------------------------------------------------------------------------------------
 
-    def _directions(self, out: Tensor, first: Projection, at: int) -> tuple[tuple[Along, ...], float]:
+    def _directions(
+        self, out: Tensor, first: Projection, at: int, twins: int
+    ) -> tuple[tuple[Along, ...], float]:
         tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
         ok = (
             self._taken(self.usable)
@@ -233,7 +237,7 @@ class Bench:
                 found[name] = _Tested(first, i, rows, at, same)
         suspects = [name for name, x in found.items() if x.suspect(tau)]
         index = 1
-        while suspects and index < len(self.twins):  # an honest kernel is near one of the twins
+        while suspects and index < twins:  # an honest kernel is near one of the twins
             twin = self.twins[index]
             again = project(self.counted, [twin - self.truth, out - twin])
             for name in suspects:

@@ -97,8 +97,7 @@ def test_part_of_the_rows_keeps_its_positions(align: str, monkeypatch: pytest.Mo
 
 
 def test_part_takes_the_sequences_and_heads_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)
-    monkeypatch.setattr("harness.diagnosis.MOST", 16 * 24 * 2)  # two heads of one sequence
+    monkeypatch.setattr("harness.diagnosis.PAIRS", 16 * 24 * 2)  # two heads of one sequence
     call = made((2, 4, 24, 16), "fp32", extras={"sinks": torch.full((4,), 1.0)})
     out, wrong = Kernel()(call), Kernel(sinks=False)(call)
     out[1, 2:] = wrong[1, 2:]

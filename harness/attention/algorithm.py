@@ -106,7 +106,6 @@ class Algorithm:
         dtype = DTYPES[recipe.out_format]
         return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, arithmetic.flops)
 
-
     def _rows(
         self, ar: Arithmetic, p: Problem, rows: Sequence[slice], options: Mapping[str, int]
     ) -> tuple[Tensor, Tensor]:

@@ -8,9 +8,13 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from harness.error_model.form import rounded
 from harness.error_model.problem import CHUNK, NEGLIGIBLE, Heads, early
 from harness.formats import get_format
 from harness.recipe import Recipe
+
+SMALL_SCORES = 32.0
+SLIGHT = 1e-3
 
 
 class Block:
@@ -35,7 +39,7 @@ class Block:
 
     def _softmax(self) -> None:
         p, dtype = self.p_, self.p_.dtype
-        s = (self.q * self.scale) @ self.k.mT
+        s = self._products()
         self.bias = self._capped = self._lin = None
         if p.spec.softcap is not None:
             self._lin = s.to(dtype)
@@ -67,6 +71,19 @@ class Block:
         self.p = e.div_(self.l.masked_fill(self.l == 0, 1.0))
         self.l.masked_fill_(self.empty, 1.0)
         self.lse = self.m + self.l.log()
+
+    def _products(self) -> Tensor:
+        """scale·q·k: in FP64, or in FP32 for a large call whose scores that gives within 1e-4."""
+        p = self.p_
+        if p.large and p.dtype is torch.float32 and p.extras.bias is None and p.spec.softcap is None:
+            q, k = self._finite_qk
+            if (
+                float(self.length_bound.amax()) < SMALL_SCORES
+                and self.q.isfinite().all()
+                and self.heads.k_finite
+            ):
+                return q @ k.mT
+        return (self.q * self.scale) @ self.k.mT
 
     def _hide(self, s: Tensor) -> None:
         """−∞ where hidden, in place; how many keys each row sees."""
@@ -197,11 +214,8 @@ class Block:
 
     @cached_property
     def _finite_qk(self) -> tuple[Tensor, Tensor]:
-        dtype = self.p_.dtype
         q = self.q * self.scale
-        return torch.where(torch.isfinite(q), q, 0.0).to(dtype), torch.where(
-            torch.isfinite(self.k), self.k, 0.0
-        ).to(dtype)
+        return torch.where(torch.isfinite(q), q, 0.0).to(self.p_.dtype), self.heads.finite_k[:, self.keys]
 
     @cached_property
     def squares(self) -> Tensor:
@@ -223,6 +237,26 @@ class Block:
             torch.linalg.vector_norm(self._finite_qk[0], dim=-1, keepdim=True) * self.heads.longest
         )
         return bound
+
+    @cached_property
+    def mean_abs(self) -> Tensor:
+        """Σ_j p_j |v_jc|, FP64."""
+        return (self.p @ self.heads.abs_v[:, self.keys]).double()
+
+    @cached_property
+    def _longest(self) -> float:
+        return float(self.length_bound.amax()) if self.length_bound.numel() else 0.0
+
+    def slight(self, recipe: Recipe, u: float) -> bool:
+        """Whether what the base itself does to scores is nothing beside the output's rounding, whatever their signs:
+        bounds then stand for the errors of single keys."""
+        out = rounded(recipe, "out")
+        if out is None or not self.plain or self.sink is not None:
+            return False
+        if any(rounded(recipe, s) is not None for s in ("scores_raw", "scores", "shifted")):
+            return False
+        most = (self.q.shape[-1] + 16) * u * self._longest
+        return most**2 < SLIGHT * out.unit_roundoff**2
 
     @cached_property
     def weight_square(self) -> Tensor:

@@ -28,11 +28,15 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     _, blocks = form.groups(b.span.stop - b.span.start)
     n = b.count.double()
     steps = 0 if form.arrangement == "whole" else blocks
-    eps, flat = _scores(b, recipe, u, d)
     # Shift, exp and the factors of later rescales; the shifts of a key add up to |s − m|.
     u_shift = u + roundoff(recipe, "shifted")
-    if form.subtract_max:
-        eps = eps - u_shift * b.d
+    slight = form.subtract_max and b.slight(recipe, u)
+    if slight:  # |s| and |s − m| / 2 are within the bound of a row
+        eps, flat = b.length_bound * ((d + 8) * u + 2 * u_shift), 0.0
+    else:
+        eps, flat = _scores(b, recipe, u, d)
+        if form.subtract_max:
+            eps = eps - u_shift * b.d
     const: Tensor = (
         torch.zeros_like(b.m)
         + flat
@@ -51,7 +55,7 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
         alpha.addcmul_(alpha, alpha, value=0.6)  # ≥ e^α − 1 for α ≤ 0.5
     else:
         alpha = torch.expm1(alpha.clamp_(max=60.0))
-    a = (b.p * alpha).sum(-1, keepdim=True).double()
+    a = (alpha if slight else (b.p * alpha).sum(-1, keepdim=True)).double()
     if b.sink is not None:
         sunk = torch.expm1(u_shift * b.sink.abs() + u * (b.sink + b.m).abs() + const)
         a = a + torch.where(b.sink_e > 0, sunk * b.sink_e / b.l, 0.0).double()
@@ -65,11 +69,15 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     if recipe.row_sum == "after":
         delta = delta + roundoff(recipe, "probs") * (1 + a) + least[1]
     delta = delta + least[2]
-    weighed = alpha.add_((rho * (1 + a)).to(alpha.dtype)).mul_(b.p)
     # Keys taken for weightless: d·(1 − what its own error takes off), at most e^(0.95·NEGLIGIBLE).
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
-    error = (weighed @ b.heads.abs_v[:, b.keys]).double() + least[0] + faint * b.gross[0] + delta * b.o.abs()
+    if slight:
+        weighed = (alpha.double() + rho * (1 + a)) * b.mean_abs
+    else:
+        weighed = alpha.add_((rho * (1 + a)).to(alpha.dtype)).mul_(b.p)
+        weighed = (weighed @ b.heads.abs_v[:, b.keys]).double()
+    error = weighed + least[0] + faint * b.gross[0] + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
     out = rounded(recipe, "out")
     if out is not None:

@@ -12,6 +12,7 @@ from harness.operands import Extras
 from harness.spec import AttentionSpec, Shape
 
 ELEMENTS = 2**20  # of one [rows, keys] buffer; about eight live at a time
+LARGE = 2**22  # pairs of a call
 NEGLIGIBLE = (
     -40.0
 )  # e^-40 = 4e-18 of the largest weight: below it a key is taken for weightless, its error for 0
@@ -41,6 +42,11 @@ class Problem:
     scales: tuple[Tensor | None, Tensor | None, Tensor | None]
     dtype: torch.dtype
 
+    @property
+    def large(self) -> bool:
+        """Whether its pairs are so many that scores in FP64 would cost as much as the truth."""
+        return self.shape.batch * self.shape.heads * self.shape.q_len * self.shape.S > LARGE
+
     def parts(self) -> Iterator[tuple[Heads, slice]]:
         """Heads and rows that are worked on together: many small heads, or a row block of a large one."""
         n, s = self.k.shape[0], max(self.shape.S, 1)
@@ -69,6 +75,8 @@ class Heads:
             (low * low).mean(1, keepdim=True) if v.shape[1] else low.new_zeros(self.centre.shape)
         )
         k = torch.where(torch.isfinite(self.k), self.k, 0.0)
+        self.k_finite = bool(torch.isfinite(self.k).all())
+        self.finite_k = k.to(p.dtype)
         lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
         self.longest = (
             lengths.amax(1, keepdim=True).to(p.dtype) if k.shape[1] else k.new_zeros(1, 1, 1).to(p.dtype)
