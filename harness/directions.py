@@ -86,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Projection:
-    """`a` `[differences, directions, rows]` and `f` `[directions, rows]`, rows being the call's of `[B, H, L]`; `rms` is the
+    """`a` `[differences, directions, rows]` and `f` `[directions, rows]`, of the rows looked at; `rms` is the
     root mean square of each direction's elements. `keys`: for each difference and key, Σ_i n_ij and Σ_i n_ij² of the
     numerators n = ⟨Δ, g/σ²⟩ of a lost key, `[differences, S]`, and how many rows see the key, `[S]`.
 

@@ -157,7 +157,7 @@ class _Head:
         """Whether the histograms take this block: of a large head evenly spaced ones, and the last."""
         every = max(1, self.shape.q_len * self.shape.S // COUNTED_PAIRS)
         block = rows.start // _rows_in_block(self.shape)
-        return block % every == 0 or rows.stop == self.shape.q_len
+        return bool(block % every == 0 or rows.stop == self.shape.q_len)
 
     def _of_head(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
         """This head's part of a broadcast tensor, `[rows|1, keys|1]`."""

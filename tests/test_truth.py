@@ -19,8 +19,8 @@ from problems import TOL, Problem, assert_like_oracle, assert_near, problems
 from torch import Tensor
 
 import harness.truth
-from harness.spec import AttentionSpec
 from harness.ranges import Ranges
+from harness.spec import AttentionSpec
 from harness.truth import Truth, reference
 
 U = 2.0**-53

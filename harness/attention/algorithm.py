@@ -80,9 +80,8 @@ class Algorithm:
         shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
         if refused := self.refusals(spec, shape, recipe, extras.given):
             raise ValueError("; ".join(refused))
-        return self.run_stored(
-            store((q, k, v), recipe, scales, quantize), spec, recipe, extras, watch, **options
-        )
+        stored = store((q, k, v), recipe, scales, quantize)
+        return self.run_stored(stored, spec, recipe, extras, watch, None, **options)
 
     def run_stored(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe,

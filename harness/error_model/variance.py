@@ -103,8 +103,8 @@ class _Spread(Groups):
     def _score_errors(self, moving: bool) -> tuple[Tensor, Tensor]:
         b, r, u = self.b, self.recipe, self.u
         if self.form.subtract_max and b.slight(r, u):
-            steps = sum(partial_sums(float(max(b.q.shape[-1], 1)), CHUNK)) + 8
-            noise = C2 * u * u * steps.item() * b.length_bound.double() ** 2
+            first, second = (float(x) for x in partial_sums(float(max(b.q.shape[-1], 1)), CHUNK))
+            noise = C2 * u * u * (first + second + 8) * b.length_bound.double() ** 2
             mass = b.p2_sum.double() * noise
             return mass * self._mean_square(b.o), mass
         raw, stored, shifted = (roundoff(r, s) for s in ("scores_raw", "scores", "shifted"))
