@@ -100,9 +100,27 @@ class Bench:
         self.usable = (
             torch.isfinite(call.truth.out).all(-1) & torch.isfinite(call.variance).all(-1)
         ).flatten() & self.independent
+        self._rounding: Tensor | float | None = None
         self.truth = call.rows.take(call.truth.out)  # where twins and directions are looked at
+        self.rows = int(self.usable.sum())
+        promised = not torch.isinf(call.variance).any()
+        self.unjudged = (
+            0
+            if promised
+            else int((torch.isfinite(call.truth.out).all(-1) & torch.isinf(call.variance).any(-1)).sum())
+        )
         self.size = _rms(call.truth.out)
         self.expected = math.sqrt(_mean(call.variance)) if call.variance.numel() else math.nan
+
+    @property
+    def own_rounding(self) -> Tensor | float:
+        """ulp²/12 of each element of the truth: near a power of two a rounding is larger than its mean over a binade,
+        which is what the variance holds."""
+        if self._rounding is None:
+            fmt, out = get_format(self.call.recipe.out_format), self.call.truth.out
+            truth = out if _finite(out) else out.nan_to_num(0.0, 0.0, 0.0)
+            self._rounding = ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
+        return self._rounding
 
     def judge(
         self, outs: Sequence[Tensor], variances: Sequence[Tensor] | None = None,
@@ -145,7 +163,7 @@ class Bench:
         truth = self.call.truth.out
         errors = compare(out, truth, self.call.recipe.out_format)
         finite = torch.isfinite(out) & torch.isfinite(truth)
-        e = torch.where(finite, out - truth, 0.0)
+        e = out - truth if bool(finite.all()) else torch.where(finite, out - truth, 0.0)
         reasons = list(_classes(errors))
         over, reason = _over_ceiling(e, ceiling)
         yard = _Yardstick(e, variance, finite, self)
@@ -188,17 +206,14 @@ class Bench:
     def _doubts(self, along: Sequence[Along]) -> list[str]:
         """Why these inputs cannot tell right from wrong."""
         doubts = []
-        rows = int(self.usable.sum())
+        rows = self.rows
         if rows < FEWEST_ROWS:
             doubts.append(f"{rows} independent rows to judge by; at least {FEWEST_ROWS} are needed")
         if not self.call.truth.out.numel():
             doubts.append("the output has no elements")
-        unjudged = int(
-            (torch.isfinite(self.call.truth.out).all(-1) & torch.isinf(self.call.variance).any(-1)).sum()
-        )
-        if unjudged:
+        if self.unjudged:
             doubts.append(
-                f"{unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"
+                f"{self.unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"
                 " overflow)"
             )
         if self.size and self.expected / self.size > YARDSTICK_LIMIT:
@@ -331,9 +346,9 @@ class _Yardstick:
     def __init__(self, e: Tensor, variance: Tensor, finite: Tensor, bench: Bench) -> None:
         self.bench, slack = bench, bench.limits.slack
         shape = e.shape
-        allowed = torch.where(torch.isfinite(variance), variance, math.inf)
-        square = torch.where(finite, e * e, 0.0)
-        row_e, row_v = square.sum(-1), torch.where(finite, allowed, 0.0).sum(-1)
+        allowed = variance if _finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
+        row_e = (e * e).sum(-1)
+        row_v = (allowed if bool(finite.all()) else torch.where(finite, allowed, 0.0)).sum(-1)
         self.exact = (row_v == 0) & (row_e > 0)
         ratio = torch.where(row_v > 0, row_e / row_v, 0.0)
         weigh = (bench.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
@@ -380,11 +395,7 @@ class _Yardstick:
     def _elements(self, e: Tensor, variance: Tensor, finite: Tensor, slack: float) -> None:
         if not e.numel():
             return
-        fmt = get_format(self.bench.call.recipe.out_format)
-        truth = torch.where(finite, self.bench.call.truth.out, 0.0)
-        # Near a power of two a rounding is larger than its mean over a binade: the element's own ulp joins.
-        own = ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
-        z = torch.where(finite & (variance > 0), e.abs() / (variance + own).sqrt(), 0.0)
+        z = torch.where(variance > 0, e.abs() / (variance + self.bench.own_rounding).sqrt(), 0.0)
         limit = slack * threshold(e.numel())
         worst = int(z.argmax())
         at = unravel(worst, e.shape)
@@ -461,6 +472,11 @@ def _over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
     return value, [
         f"error {size:.3g} at b={b} h={h} i={i} c={c} exceeds {most:.3g}, which no correct run does"
     ]
+
+
+def _finite(x: Tensor) -> bool:
+    """In one pass without a mask: the extremes are NaN or infinite as soon as one element is."""
+    return x.numel() == 0 or all(math.isfinite(e) for e in torch.stack(torch.aminmax(x)).tolist())
 
 
 def _mean(x: Tensor) -> float:
