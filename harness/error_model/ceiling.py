@@ -25,7 +25,7 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     """Bounds on |Δout| and |Δlse| of a block; infinite where nothing is promised."""
     base = get_format(recipe.base)
     u, d = base.unit_roundoff, max(b.q.shape[-1], 1)
-    _, blocks = form.groups(b.span.stop - b.span.start)
+    keys, blocks = form.groups(b.span.stop - b.span.start)
     n = b.count.double()
     steps = 0 if form.arrangement == "whole" else blocks
     eps, flat = _scores(b, recipe, u, d)
@@ -69,7 +69,11 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     # Keys taken for weightless: d·(1 − what its own error takes off), at most e^(0.95·NEGLIGIBLE).
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
-    error = (weighed @ b.heads.abs_v[:, b.keys]).double() + least[0] + faint * b.gross[0] + delta * b.o.abs()
+    error = (weighed @ b.heads.abs_v[:, b.keys]).double() + least[0] + faint * b.gross[0]
+    if recipe.accumulator is not None:  # of what is really added up, quantised weights and all
+        added = (b.p @ b.heads.abs_v[:, b.keys]).double() + error
+        error = error + recipe.accumulator.loss(keys) * added
+    error = error + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
     out = rounded(recipe, "out")
     if out is not None:
@@ -87,7 +91,8 @@ def _scores(b: Block, recipe: Recipe, u: float, d: int) -> tuple[Tensor, float]:
     """Bounds on |Δs_j|: a part by key, and a constant."""
     raw, stored = roundoff(recipe, "scores_raw"), roundoff(recipe, "scores")
     fine = rounded(recipe, "out") is None
-    eps = (b.absolute if fine else b.length_bound) * ((d + 2) * u)
+    lost = 0.0 if recipe.accumulator is None else recipe.accumulator.loss(d)
+    eps = (b.absolute if fine else b.length_bound) * ((d + 2) * u + lost)
     # Products with scale and the scales of q and k: 5u. |lin| ≤ |d| + |m| where it is their sum.
     share = raw + stored + raw * stored + 6 * u
     eps = eps + share * b.m.abs() - share * b.d if b.plain else eps + share * b.lin.abs()
