@@ -63,7 +63,7 @@ def squares(heads: int, seed: int) -> dict[object, float]:
     src = source(PAPER.name, Shape(1, heads, N, D), seed)
     q, k, v = (quantize(src.normal(t), t, recipe).values for t in TENSORS)
     truth = reference(q, k, v).out
-    outs = {
+    outs: dict[object, Tensor] = {
         "eager": get("naive_masked").run(q, k, v, recipe=recipe).out,
         "FP32 sums": get("online_softmax").run(q, k, v, recipe="bf16", block=64).out,
         **{tile: FLASH_1.run(q, k, v, recipe=recipe, block=tile).out for tile in PUBLISHED},

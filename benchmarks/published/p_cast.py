@@ -20,6 +20,8 @@ from torch import Tensor
 from benchmarks.published.rows import Paper, Row, around, normal, source, told
 from harness import AttentionSpec, Recipe, Shape, get, reference
 from harness.arithmetic import Block
+from harness.operands import Extras
+from harness.quantize import Stored
 
 PAPER = Paper("p_cast", "P cast under sink tokens", "arXiv 2606.06521")
 INSTANCES, ROWS, D, SINKS = 100, 4, 64, 4
@@ -61,18 +63,19 @@ def parts(
     n: int, instances: int, shifts: tuple[int, ...], scales: tuple[float, ...]
 ) -> Iterator[tuple[int, float, float, Flushed]]:
     """(Δ, S, squared error, what flushed) of every part of the instances."""
-    shape = Shape(1, AT_ONCE, ROWS, D, kv_len=n)
+    shape, online = Shape(1, AT_ONCE, ROWS, D, kv_len=n), get("online_softmax")
     for part in told(range(instances // AT_ONCE), f"{PAPER.name}, n = {n}"):
         src = source(f"{PAPER.name}-{n}", shape, part)
         s, v = normal(src, "scores", 1, AT_ONCE, ROWS, n), src.normal("v")
         q, k = s.new_zeros(1, AT_ONCE, ROWS, 1), s.new_zeros(1, AT_ONCE, n, 1)
+        stored = Stored(q), Stored(k), Stored(v)
         for shift in shifts:
             bias = s.clone()
             bias[..., :SINKS] += shift
             truth = reference(q, k, v, AttentionSpec(), bias=bias).out
             for p_scale in scales:
                 seen = Flushed()
-                out = get("online_softmax").run(q, k, v, recipe=cast(p_scale), bias=bias, watch=seen).out
+                out = online.run_stored(stored, AttentionSpec(), cast(p_scale), Extras(bias=bias), seen).out
                 yield shift, p_scale, float((out - truth).square().sum()), seen
 
 
