@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness import Case, Shape
+from harness.cli.progress import EVERY_S
 from harness.inputs import Source
 
 T = TypeVar("T")
@@ -91,16 +93,17 @@ def relative(x: Tensor, truth: Tensor) -> float:
 
 
 def told(units: Iterable[T], what: str) -> Iterator[T]:
-    """The units, with a bar on stderr for those that take their time."""
-    from tqdm import tqdm
+    """The units, with a bar on a terminal's stderr, or a line every ten seconds in a log."""
+    units = list(units)
+    if sys.stderr.isatty():
+        from tqdm import tqdm
 
-    quiet = not sys.stderr.isatty()
-    yield from tqdm(
-        list(units),
-        what,
-        file=sys.stderr,
-        ncols=90,
-        leave=False,
-        delay=1.0,
-        mininterval=20.0 if quiet else 0.2,
-    )
+        yield from tqdm(units, what, file=sys.stderr, ncols=90, leave=False, delay=1.0)
+        return
+    start = last = time.monotonic()
+    for done, unit in enumerate(units, 1):
+        yield unit
+        now = time.monotonic()
+        if now - last >= EVERY_S:
+            print(f"{what}: {done} of {len(units)}, {now - start:.0f} s", file=sys.stderr, flush=True)
+            last = now

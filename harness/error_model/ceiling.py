@@ -25,7 +25,8 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     """Bounds on |Δout| and |Δlse| of a block; infinite where nothing is promised."""
     base = get_format(recipe.base)
     u, d = base.unit_roundoff, max(b.q.shape[-1], 1)
-    keys, blocks = form.groups(b.span.stop - b.span.start)
+    span = b.span.stop - b.span.start
+    _, blocks = form.groups(span)
     n = b.count.double()
     steps = 0 if form.arrangement == "whole" else blocks
     eps, flat = _scores(b, recipe, u, d)
@@ -70,9 +71,11 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
     error = (weighed @ b.heads.abs_v[:, b.keys]).double() + least[0] + faint * b.gross[0]
-    if recipe.accumulator is not None:  # of what is really added up, quantised weights and all
+    if recipe.accumulator is not None:
+        # Of what is really added up, quantised weights and all. A kernel may add its blocks in one sum, rescaled in
+        # place, so that a block's keys are no bound.
         added = (b.p @ b.heads.abs_v[:, b.keys]).double() + error
-        error = error + recipe.accumulator.loss(keys) * added
+        error = error + recipe.accumulator.loss(span) * added
     error = error + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
     out = rounded(recipe, "out")
