@@ -242,7 +242,7 @@ RECIPES: dict[str, Recipe] = {
         replace(_FP8_BLOCK, name="fp8_e4m3_hadamard", rotate="hadamard"),
         replace(_FP8, name="mxfp8", scaling=dict.fromkeys(TENSORS, _MX)),
         _HOPPER,
-        replace(_HOPPER, name="fp8_e4m3_hopper_promoted", accumulator=Accumulator(promote=128)),
+        replace(_HOPPER, name="fp8_e4m3_promoted", accumulator=Accumulator(promote=128)),
     )
 }
 

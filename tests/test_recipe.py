@@ -38,12 +38,12 @@ DEFINITIONS: dict[str, tuple[Any, ...]] = {
     "fp8_e4m3_hadamard": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
     "mxfp8": (*FP8, dict.fromkeys(TENSORS, Scaling("mx", "amax", True)), 256.0, "late"),
     "fp8_e4m3_hopper": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
-    "fp8_e4m3_hopper_promoted": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
+    "fp8_e4m3_promoted": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
 }  # fmt: skip
 
 ACCUMULATORS = {
     "fp8_e4m3_hopper": Accumulator(bits=13, depth=32, promote=None),
-    "fp8_e4m3_hopper_promoted": Accumulator(bits=13, depth=32, promote=128),
+    "fp8_e4m3_promoted": Accumulator(bits=13, depth=32, promote=128),
 }
 
 

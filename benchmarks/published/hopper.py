@@ -13,16 +13,15 @@ import torch
 from torch import Tensor
 
 from benchmarks.published.rows import Paper, Row, around, normal, relative, source, told
-from harness import Recipe, Shape, round_to
+from harness import Recipe, Shape, get_recipe, round_to
 from harness.arithmetic import Arithmetic
 from harness.quantize import quantize
-from harness.recipe import RECIPES
 
 PAPER = Paper("hopper", "Limited FP8 accumulators (MMA-Sim)", "arXiv 2511.10909")
 DOTS = 512
 PUBLISHED = {1024: 0.015, 2048: 0.033, 4096: 0.069, 8192: 0.138}
 KEYS, D = 128 * 1024, 64
-LIMITED, PROMOTED = (RECIPES[f"fp8_e4m3_hopper{x}"] for x in ("", "_promoted"))
+LIMITED, PROMOTED = (get_recipe(f"fp8_e4m3_{x}") for x in ("hopper", "promoted"))
 
 
 def largest(n: int, recipe: Recipe, dots: int = DOTS) -> float:
