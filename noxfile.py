@@ -247,6 +247,12 @@ def throughput(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def published(session: nox.Session) -> None:
+    """Measure published figures again (-- --full: at the papers' sizes): `python -m benchmarks.published`."""
+    _run(session, _harness_code, "-m", "benchmarks.published", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def gate(session: nox.Session) -> None:
     """Compare with the stored baseline: `python -m harness gate`."""
     _run(session, _harness_code, "-m", "harness", "gate", *session.posargs)

@@ -16,6 +16,7 @@ _PUBLIC = {
     "Case": "harness.case",
     "Draw": "harness.case",
     "load_cases": "harness.case",
+    "Accumulator": "harness.recipe",
     "Recipe": "harness.recipe",
     "Scaling": "harness.recipe",
     "get_recipe": "harness.recipe",

@@ -16,6 +16,7 @@ from torch import Tensor
 from harness.formats import FloatFormat, get_format
 from harness.recipe import STAGES, Recipe
 from harness.rounding import round_to
+from harness.tensor_core import limited_matmul
 
 DTYPES = {
     "fp64": torch.float64, "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16,
@@ -71,9 +72,10 @@ class Arithmetic:
 
     def matmul(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
         """a @ b. Operands of up to 11 bits have exact products in FP32: this is a tensor core that accumulates in
-        FP32, up to the order of the sum."""
+        FP32, up to the order of the sum. A recipe's own accumulator adds in its own way instead."""
         self.flops += 2 * a.numel() * b.shape[-1]
-        return self.cast(a @ b, stage)
+        limited = self.recipe.accumulator
+        return self.cast(a @ b if limited is None else limited_matmul(a, b, limited), stage)
 
     def mul(self, x: Tensor, c: Tensor | float, stage: str) -> Tensor:
         return self.cast(x * c, stage)

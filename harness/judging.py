@@ -412,7 +412,8 @@ class Docket:
             exact = self.exact_truth.out
             apart = [(t - exact).nan_to_num(0.0, 0.0, 0.0) for t in (self.truth.out, self.ideal_truth().out)]
             size = float(exact.nan_to_num(0.0, 0.0, 0.0).norm())
-            self._distances = (size, *(float((x * x).sum()) for x in apart))
+            own, ideal = (float((x * x).sum()) for x in apart)
+            self._distances = (size, own, ideal)
         size, own, ideal = self._distances
         return (math.sqrt(variance + own) / size, math.sqrt(variance + ideal) / size) if size else (0.0, 0.0)
 

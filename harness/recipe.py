@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from harness._frozen import FrozenMap
+from harness.accumulator import Accumulator
 from harness.formats import FORMATS, get_format
 from harness.scaling import GRANULARITIES, SOURCES, Scaling
 
 __all__ = [
-    "DEFAULT_RECIPES", "GRANULARITIES", "RECIPES", "SOURCES", "STAGES", "TENSORS", "Recipe", "Scaling", "get_recipe",
-    "load_recipe", "recipes",
+    "DEFAULT_RECIPES", "GRANULARITIES", "RECIPES", "SOURCES", "STAGES", "TENSORS", "Accumulator", "Recipe", "Scaling",
+    "get_recipe", "load_recipe", "recipes",
 ]  # fmt: skip
 
 # Rounding points in the order data meets them. `scores_raw`: q·k. `scores`: every later store of S (scale, softcap,
@@ -44,10 +45,11 @@ class Recipe:
     `inputs`: format that q, k and v are rounded to before anything else is done with them, and q and k again once
     rotated (None: not at all). `rotate`: `hadamard` stores q and k multiplied by the orthonormal matrix of
     `harness.rotation`, always both, which leaves every q·k as it was. q and k given as *stored* values are rotated
-    ones already.
+    ones already. `accumulator`: how both matrix products add up (None: in the base format). Each product starts from
+    zero: an algorithm that streams over key blocks adds theirs in the base format, a promotion every block.
 
-    Raises ValueError for a name, stage, format or policy that does not exist, and a p_scale that the base does not
-    hold together with its inverse.
+    Raises ValueError for a name, stage, format or policy that does not exist, a p_scale that the base does not hold
+    together with its inverse, and an accumulator over another base than fp32.
     """
 
     name: str
@@ -61,6 +63,7 @@ class Recipe:
     normalise: str = "late"
     inputs: str | None = None
     rotate: str | None = None
+    accumulator: Accumulator | None = None
 
     def __post_init__(self) -> None:
         _name(self.name)
@@ -74,6 +77,7 @@ class Recipe:
         _p_scale(self.p_scale, self.base)
         if self.rotate is not None:
             _one_of("rotate", self.rotate, ROTATIONS, ", or None; q and k are rotated together")
+        _accumulator(self.accumulator, self.base)
         _keys("storage", self.storage, TENSORS)
         _keys("at", self.at, STAGES)
         _keys("scaling", self.scaling, TENSORS)
@@ -137,6 +141,7 @@ class Recipe:
         parts += [f"{s}→{self.at[s]}" for s in STAGES if s in self.at]
         parts += [f"{p}!{self.overflow[p]}" for p in sorted(self.overflow)]
         parts += [f"{n}={x}" for n, x in (("inputs", self.inputs), ("rotate", self.rotate)) if x is not None]
+        parts += [] if self.accumulator is None else [f"accumulator={self.accumulator.digest}"]
         return " ".join(parts)
 
 
@@ -160,6 +165,13 @@ def _p_scale(p_scale: object, base: str) -> None:
     if not (number and 2.0**-limit <= p_scale <= 2.0**limit):  # type: ignore[operator]
         shown = f"a finite number > 0, 2^-{limit} to 2^{limit}, which {base} holds with its inverse"
         raise ValueError(f"p_scale is {p_scale!r}; allowed: {shown}")
+
+
+def _accumulator(accumulator: object, base: str) -> None:
+    if accumulator is not None and not isinstance(accumulator, Accumulator):
+        raise ValueError(f"accumulator is {accumulator!r}; allowed: an Accumulator, or None")
+    if accumulator is not None and base != "fp32":
+        raise ValueError(f"an accumulator was given with base {base}; allowed: base fp32")
 
 
 def _keys(name: str, mapping: Mapping[str, object], allowed: tuple[str, ...]) -> None:
@@ -194,6 +206,9 @@ _FP8 = Recipe(
 
 # FlashAttention-3's scales (section 3.3), which are known as soon as a tile of rows is.
 _FP8_BLOCK = replace(_FP8, name="fp8_e4m3_block", scaling=dict.fromkeys(TENSORS, Scaling("block")))
+# Hopper's FP8 tensor core keeps 13 fractional bits of a sum (MMA-Sim, 2511.10909); DeepSeek-V3 (2412.19437, section
+# 3.3.2) promotes it to FP32 every 128 products.
+_HOPPER = replace(_FP8, name="fp8_e4m3_hopper", accumulator=Accumulator())
 # The exponent is rounded up, as Transformer Engine does. OCP's floor rule saturates a value in one block of normal data
 # in five, and the finer steps it has there are worth nothing to a floating format. Seen of attention at n = 2048,
 # d = 128: total error 1.09 times as large on normal data, 1.4 to 1.9 times with outliers.
@@ -226,6 +241,8 @@ RECIPES: dict[str, Recipe] = {
         _FP8_BLOCK,
         replace(_FP8_BLOCK, name="fp8_e4m3_hadamard", rotate="hadamard"),
         replace(_FP8, name="mxfp8", scaling=dict.fromkeys(TENSORS, _MX)),
+        _HOPPER,
+        replace(_HOPPER, name="fp8_e4m3_promoted", accumulator=Accumulator(promote=128)),
     )
 }
 
@@ -241,7 +258,8 @@ def get_recipe(recipe: str | Recipe) -> Recipe:
 
 
 def load_recipe(path: Path) -> Recipe:
-    """A recipe from a TOML file: the fields of `Recipe`, with `[scaling.k]` tables for `Scaling`.
+    """A recipe from a TOML file: the fields of `Recipe`, with `[scaling.k]` tables for `Scaling` and an
+    `[accumulator]` table for `Accumulator`.
 
     Raises ValueError for a file that cannot be read, a field that does not exist or a value that is not allowed.
     """
@@ -253,6 +271,9 @@ def load_recipe(path: Path) -> Recipe:
         _keys("the file", table, tuple(f.name for f in fields(Recipe)))
         _keys("scaling", table.get("scaling", {}), TENSORS)
         scaling = {tensor: _scaling(tensor, x) for tensor, x in table.pop("scaling", {}).items()}
+        if "accumulator" in table:
+            _keys("accumulator", table["accumulator"], tuple(f.name for f in fields(Accumulator)))
+            table["accumulator"] = Accumulator(**table["accumulator"])
         return Recipe(**{"name": path.stem, **table}, scaling=scaling)
     except ValueError as error:
         raise ValueError(f"recipe file {path}: {error}") from None
@@ -269,10 +290,10 @@ def recipes() -> tuple[str, ...]:
 
 
 def _by_default(r: Recipe) -> bool:
-    """Whether a run without --recipes takes it. fp64 is the truth's own format, a check of the harness; finer scales
-    and rotations are variants of fp8_e4m3 that a question about FP8 names."""
+    """Whether a run without --recipes takes it. fp64 is the truth's own format, a check of the harness; finer scales,
+    rotations and limited accumulators are variants of fp8_e4m3 that a question about FP8 names."""
     coarse = all(s.granularity in ("tensor", "head") for s in r.scaling.values())
-    return r.base == "fp32" and coarse and r.rotate is None
+    return r.base == "fp32" and coarse and r.rotate is None and r.accumulator is None
 
 
 DEFAULT_RECIPES = tuple(name for name, r in RECIPES.items() if _by_default(r))

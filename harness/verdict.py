@@ -214,7 +214,7 @@ class Bench:
         if self.unjudged:
             doubts.append(
                 f"{self.unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"
-                " overflow)"
+                " overflow, or an accumulator that truncates)"
             )
         if self.size and self.expected / self.size > YARDSTICK_LIMIT:
             doubts.append(

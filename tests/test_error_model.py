@@ -15,7 +15,7 @@ from problems import Problem, problems
 from torch import Tensor
 
 import harness.error_model.problem as sizes
-from harness import AttentionSpec, Recipe, get, get_recipe, implementations, recipes
+from harness import Accumulator, AttentionSpec, Recipe, get, get_recipe, implementations, recipes
 from harness.error_model import BLACK_BOX, WHOLE, Form, expect, expectations, form_of
 from harness.operands import check
 from harness.quantize import quantize
@@ -96,12 +96,13 @@ FORMATS = st.sampled_from(["bf16", "fp16"])
 
 @st.composite
 def drawn_recipes(draw: st.DrawFn) -> Recipe:
-    """Any stages in BF16 or FP16, inputs in either."""
+    """Any stages in BF16 or FP16, inputs in either, sums in FP32 or few bits."""
     stages = draw(st.lists(st.sampled_from(STAGES), unique=True))
     fmt = draw(FORMATS)
     return Recipe(
         "drawn", storage=dict.fromkeys(TENSORS, fmt), at={s: draw(FORMATS) for s in stages},
         normalise=draw(st.sampled_from(["late", "early"])), p_scale=draw(st.sampled_from([1.0, 16.0, 3.0])),
+        accumulator=draw(st.sampled_from([None, None, Accumulator(), Accumulator(6, 4), Accumulator(9, 8, 16)])),
     )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from harness import Recipe, Scaling, get_recipe, recipes
+from harness import Accumulator, Recipe, Scaling, get_recipe, recipes
 from harness.formats import FORMATS
 from harness.quantize import quantize
 from harness.recipe import DEFAULT_RECIPES, GRANULARITIES, RECIPES, SOURCES, STAGES, TENSORS, load_recipe
@@ -37,7 +37,14 @@ DEFINITIONS: dict[str, tuple[Any, ...]] = {
     "fp8_e4m3_block": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
     "fp8_e4m3_hadamard": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
     "mxfp8": (*FP8, dict.fromkeys(TENSORS, Scaling("mx", "amax", True)), 256.0, "late"),
+    "fp8_e4m3_hopper": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
+    "fp8_e4m3_promoted": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
 }  # fmt: skip
+
+ACCUMULATORS = {
+    "fp8_e4m3_hopper": Accumulator(bits=13, depth=32, promote=None),
+    "fp8_e4m3_promoted": Accumulator(bits=13, depth=32, promote=128),
+}
 
 
 def test_every_built_in_recipe_has_a_definition_here() -> None:
@@ -53,6 +60,7 @@ def test_a_built_in_recipe_is_what_its_definition_says(name: str) -> None:
     assert r.row_sum == "before"
     assert r.inputs is None
     assert r.rotate == ("hadamard" if name == "fp8_e4m3_hadamard" else None)
+    assert r.accumulator == ACCUMULATORS.get(name)
     # FP32 accumulation and statistics: whatever is not named stays in the base.
     for stage in STAGES:
         assert r.format_of(stage) == r.at.get(stage, r.base)
@@ -68,7 +76,7 @@ def test_overflow_follows_the_format_except_in_the_clamped_recipe(name: str) -> 
         assert r.policy(place) == ("saturate" if clamped else default), place
 
 
-def test_a_default_run_takes_the_recipes_with_coarse_scales_and_no_second_truth() -> None:
+def test_a_default_run_takes_coarse_scales_and_whole_accumulators_and_no_second_truth() -> None:
     assert DEFAULT_RECIPES == (
         "fp32", "bf16", "fp16", "fp8_e4m3", "bf16_eager", "fp16_eager", "fp16_eager_clamped", "fp8_e4m3_unscaled",
         "fp8_kv",
@@ -105,6 +113,11 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"inputs": "fp64"}, "fp64 holds more than the base fp32; allowed"),
     ({"rotate": "q"}, "rotate is 'q'; allowed: hadamard, or None; q and k are rotated together"),
     ({"rotate": ("q", "k")}, "allowed: hadamard, or None"),
+    ({"accumulator": 13}, "accumulator is 13; allowed: an Accumulator, or None"),
+    (
+        {"accumulator": Accumulator(), "base": "fp64"},
+        "an accumulator was given with base fp64; allowed: base fp32",
+    ),
     ({"base": "bf16"}, "base is 'bf16'; allowed: fp32, fp64"),
     ({"base": ["fp32"]}, "allowed: fp32, fp64"),
     ({"row_sum": "never"}, "row_sum is 'never'; allowed: before, after"),
@@ -201,6 +214,8 @@ def test_digests_differ_wherever_recipes_compute_different_things() -> None:
         {"row_sum": "after"}, {"normalise": "early"}, {"overflow": {"probs": "saturate"}}, {"at": {"out": "bf16"}},
         {"inputs": "fp16"}, {"rotate": "hadamard"}, {"scaling": {"k": Scaling(power_of_two="floor")}},
         {"scaling": {"k": Scaling()}}, {"scaling": {"k": Scaling(power_of_two=True)}}, {"storage": {"q": "bf16"}},
+        {"accumulator": Accumulator(bits=14)}, {"accumulator": Accumulator(depth=16)},
+        {"accumulator": Accumulator(promote=64)},
     ):  # fmt: skip
         assert replace(get_recipe("bf16"), **{"scaling": {}, **change}).digest != get_recipe("bf16").digest, (
             change
@@ -256,11 +271,17 @@ def as_toml(r: Recipe) -> str:
         power = repr(s.power_of_two).lower()
         lines += [f"[scaling.{tensor}]", f'granularity = "{s.granularity}"', f'source = "{s.source}"']
         lines += [f"power_of_two = {power}", f"rows = {s.rows}"]
+    if r.accumulator is not None:
+        lines += ["[accumulator]", f"bits = {r.accumulator.bits}", f"depth = {r.accumulator.depth}"]
+        lines += [] if r.accumulator.promote is None else [f"promote = {r.accumulator.promote}"]
     return "\n".join(lines)
 
 
 MX_FLOOR = {"k": Scaling("mx", "given", "floor"), "v": Scaling("block", rows=7)}
-EVERY_FIELD = Recipe("every", storage={"k": "fp8_e5m2"}, scaling=MX_FLOOR, inputs="fp16", rotate="hadamard")
+EVERY_FIELD = Recipe(
+    "every", storage={"k": "fp8_e5m2"}, scaling=MX_FLOOR, inputs="fp16", rotate="hadamard",
+    accumulator=Accumulator(7, 8, 24),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("recipe", [*RECIPES.values(), EVERY_FIELD], ids=lambda r: r.name)
@@ -287,6 +308,9 @@ WRONG_FILES = {
     "scaling = {p = {}}": "scaling names 'p'; allowed: q, k, v",
     'scaling = {k = {source = "x"}}': "scale source is 'x'; allowed: amax, given, unit",
     "scaling = {k = {amax = 1}}": "scaling.k names 'amax'; allowed: granularity, source, power_of_two",
+    "accumulator = 3": "accumulator is 3; allowed: a mapping with keys among bits, depth, promote",
+    "accumulator = {width = 3}": "accumulator names 'width'; allowed: bits, depth, promote",
+    "accumulator = {depth = 0}": "accumulator depth is 0; allowed",
     "name = 3": "recipe name is 3; allowed",
 }
 

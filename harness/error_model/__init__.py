@@ -16,7 +16,7 @@ from harness.error_model.block import Block
 from harness.error_model.ceiling import ceiling
 from harness.error_model.form import BLACK_BOX, WHOLE, Form, form_of
 from harness.error_model.problem import Problem
-from harness.error_model.variance import spread
+from harness.error_model.variance import spread, unpredicted
 from harness.operands import check, squares_fit_fp32
 from harness.recipe import Recipe, get_recipe
 from harness.spec import AttentionSpec
@@ -29,7 +29,8 @@ __all__ = ["BLACK_BOX", "WHOLE", "Expectation", "Form", "expect", "expectations"
 class Expectation:
     """FP64: `variance`, `ceiling` `[B, H, L, E]`, `lse_variance`, `lse_ceiling` `[B, H, L]`.
 
-    NaN where the truth is not finite; +Inf where the recipe promises nothing (scores that may leave their format).
+    NaN where the truth is not finite; +Inf where the recipe promises nothing (scores that may leave their format), and
+    the variances of a recipe with a limited accumulator.
     A row that sees no key has 0 everywhere.
     """
 
@@ -105,7 +106,8 @@ def _blank(truth: Truth) -> Expectation:
 
 def _fill(result: Expectation, b: Block, recipe: Recipe, form: Form) -> None:
     shape = b.p_.shape
-    found, bound = spread(b, recipe, form), ceiling(b, recipe, form)
+    found = spread(b, recipe, form) if recipe.accumulator is None else unpredicted(b)
+    bound = ceiling(b, recipe, form)
     for target, part in (
         (result.variance, found.out), (result.ceiling, bound.out),
         (result.lse_variance[..., None], found.lse), (result.lse_ceiling[..., None], bound.lse),

@@ -251,7 +251,7 @@ class Block:
         """Whether what the base itself does to scores is nothing beside the output's rounding, whatever their signs:
         bounds then stand for the errors of single keys."""
         out = rounded(recipe, "out")
-        if out is None or not self.plain or self.sink is not None:
+        if out is None or not self.plain or self.sink is not None or recipe.accumulator is not None:
             return False
         if any(rounded(recipe, s) is not None for s in ("scores_raw", "scores", "shifted")):
             return False

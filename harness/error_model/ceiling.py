@@ -25,7 +25,8 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     """Bounds on |Δout| and |Δlse| of a block; infinite where nothing is promised."""
     base = get_format(recipe.base)
     u, d = base.unit_roundoff, max(b.q.shape[-1], 1)
-    _, blocks = form.groups(b.span.stop - b.span.start)
+    span = b.span.stop - b.span.start
+    _, blocks = form.groups(span)
     n = b.count.double()
     steps = 0 if form.arrangement == "whole" else blocks
     # Shift, exp and the factors of later rescales; the shifts of a key add up to |s − m|.
@@ -77,7 +78,12 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     else:
         weighed = alpha.add_((rho * (1 + a)).to(alpha.dtype)).mul_(b.p)
         weighed = (weighed @ b.heads.abs_v[:, b.keys]).double()
-    error = weighed + least[0] + faint * b.gross[0] + delta * b.o.abs()
+    error = weighed + least[0] + faint * b.gross[0]
+    if recipe.accumulator is not None:
+        # Of what is really added up, quantised weights and all. A kernel may add its blocks in one sum, rescaled in
+        # place, so that a block's keys are no bound.
+        error = error + recipe.accumulator.loss(span) * (b.mean_abs + error)
+    error = error + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
     out = rounded(recipe, "out")
     if out is not None:
@@ -95,7 +101,8 @@ def _scores(b: Block, recipe: Recipe, u: float, d: int) -> tuple[Tensor, float]:
     """Bounds on |Δs_j|: a part by key, and a constant."""
     raw, stored = roundoff(recipe, "scores_raw"), roundoff(recipe, "scores")
     fine = rounded(recipe, "out") is None
-    eps = (b.absolute if fine else b.length_bound) * ((d + 2) * u)
+    lost = 0.0 if recipe.accumulator is None else recipe.accumulator.loss(d)
+    eps = (b.absolute if fine else b.length_bound) * ((d + 2) * u + lost)
     # Products with scale and the scales of q and k: 5u. |lin| ≤ |d| + |m| where it is their sum.
     share = raw + stored + raw * stored + 6 * u
     eps = eps + share * b.m.abs() - share * b.d if b.plain else eps + share * b.lin.abs()

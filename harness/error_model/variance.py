@@ -48,6 +48,11 @@ def spread(b: Block, recipe: Recipe, form: Form) -> Spread:
     return _Spread(b, recipe, form).total()
 
 
+def unpredicted(b: Block) -> Spread:
+    """Of a truncating accumulator: its error has one sign, and no first order is known. The ceiling alone is."""
+    return Spread(torch.full_like(b.o, math.inf), torch.full_like(b.lse, math.inf, dtype=torch.float64))
+
+
 class _Spread(Groups):
     def total(self) -> Spread:
         b, o = self.b, self.b.o
