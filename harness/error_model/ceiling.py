@@ -60,17 +60,22 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     rho = (
         sums + roundoff(recipe, "probs") + (2 * steps + 1) * acc + (steps > 0) * roundoff(recipe, "block_out")
     )
-    delta = a + sums + (2 * steps + 2) * row_sum
     least = _least(b, recipe, form, steps)
+    rest = sums + (2 * steps + 2) * row_sum + least[2]  # of the denominator, whatever the scores
+    after = roundoff(recipe, "probs") if recipe.row_sum == "after" else 0.0
     if recipe.row_sum == "after":
-        delta = delta + roundoff(recipe, "probs") * (1 + a) + least[1]
-    delta = delta + least[2]
+        rest = rest + after + least[1]
+    delta = a + rest + after * a
     weighed = alpha.add_((rho * (1 + a)).to(alpha.dtype)).mul_(b.p)
     # Keys taken for weightless: d·(1 − what its own error takes off), at most e^(0.95·NEGLIGIBLE).
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
     error = (weighed @ b.heads.abs_v[:, b.keys]).double() + least[0] + faint * b.gross[0] + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
+    alone = (b.count == 1) & (b.sink_e == 0) & form.subtract_max
+    if bool(alone.any()):  # one key's value, whatever happens to its score: exp(s − s) is 1
+        own = ((rho + rest) * b.o.abs() + least[0]) / (1 - rest) * SLACK
+        error = torch.where(alone & (rest < 0.999), torch.minimum(own, error), error)
     out = rounded(recipe, "out")
     if out is not None:
         error = error + out.unit_roundoff * (error + b.o.abs()) + out.min_subnormal / 2
