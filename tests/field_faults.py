@@ -17,14 +17,15 @@ import harness
 from harness.attention.invariance import invariance
 from harness.case import Case
 from harness.cell import Unit, run_unit
-from harness.error_model import form_of
+from harness.error_model import BLACK_BOX, form_of
 from harness.gate.baseline import pool_records
 from harness.gate.rules import compare
 from harness.hazards import RangeLedger
 from harness.inputs import make_inputs
 from harness.judging import Docket
-from harness.operands import Extras
+from harness.operands import Extras, check
 from harness.recipe import Recipe, get_recipe
+from harness.records import Diagnosis
 
 WATCHED = "naive_masked"
 
@@ -49,17 +50,20 @@ def made(case: str, recipe: str | None = None) -> Made:
 
 @dataclass(frozen=True)
 class Seen:
-    """What was found: a status, how the fault was called, and what else was said."""
+    """What was found: a status, the names that the fault was given (the likeliest first, then its rivals), and what was
+    said."""
 
     status: str
-    named: str = ""
+    names: tuple[str, ...] = ()
     said: str = ""
 
 
 @dataclass(frozen=True)
 class Planted:
-    """One fault. `output`: what the faulty kernel makes of the call. `told`: the names of which one must be given, none
-    where no direction, suspect or hazard there is describes the fault: it is then caught by its numbers alone."""
+    """One fault. `output`: what the faulty kernel makes of the call (of a relation: two runs, and `right` those of a
+    kernel that keeps it). `told`: the names of which one must be given, none where no direction, suspect or hazard
+    describes the fault and its numbers alone show it. `precise`: whether it is to be named. `missed`, `misnamed`: what
+    the judge does not do yet, and why."""
 
     case: str
     what: str
@@ -67,6 +71,10 @@ class Planted:
     told: tuple[str, ...] = ()
     recipe: str | None = None
     instrument: str = "status"
+    right: Callable[[Made], Any] | None = None
+    precise: bool = True
+    missed: str = ""
+    misnamed: str = ""
 
     @property
     def entry(self) -> str:
@@ -74,7 +82,7 @@ class Planted:
 
     @property
     def id(self) -> str:
-        return f"{self.entry} {self.what}"
+        return f"{self.entry} {self.what}, {self.case[4:]}"
 
     @property
     def caught_as(self) -> str:
@@ -89,41 +97,42 @@ class Planted:
 # --- instruments -------------------------------------------------------------------------------------------------
 
 
+def _names(found: Diagnosis | None) -> tuple[str, ...]:
+    return () if found is None else (found.fault, *found.rivals)
+
+
 def _by_status(plant: Planted, call: Made) -> Seen:
-    got = plant.output(call)
-    if isinstance(got, Recipe):
-        return _watched(call, got)
-    j = call.judge(got)
-    return Seen(j.status.value, "" if j.diagnosis is None else j.diagnosis.fault, "; ".join(j.reasons))
-
-
-def _watched(call: Made, wrong: Recipe) -> Seen:
-    """An algorithm under the wrong recipe, judged by the right one, with what was seen on the way."""
-    q, _, v = (x.codes for x in call.stored)
-    extras = Extras(**call.extras)
-    shape = harness.Shape(*q.shape, kv_heads=v.shape[1], kv_len=v.shape[2], value_dim=v.shape[3])
-    ledger = RangeLedger(shape, wrong)
-    result = harness.get(WATCHED).run_stored(call.stored, call.spec, wrong, extras, watch=ledger)
+    """The judge. A recipe in place of an output is one of the algorithms under it, watched as a run watches it."""
+    got, extras, hazards = plant.output(call), Extras(**call.extras), ()
+    form, lse = BLACK_BOX, None
     docket = Docket(call.stored, call.spec, extras, call.recipe, call.exact)
-    form = form_of(WATCHED)
-    (verdict,) = docket.verdicts([result.out], [form])
-    j = docket.judgement(result.out, verdict, result.lse, form, (*docket.hazards(), *ledger.hazards()))
-    return Seen(j.status.value, "" if j.diagnosis is None else j.diagnosis.fault, "; ".join(j.reasons))
+    if isinstance(got, Recipe):
+        shape = check(*call.exact, call.spec)[0]
+        ledger = RangeLedger(shape, got)
+        result = harness.get(WATCHED).run_stored(call.stored, call.spec, got, extras, watch=ledger)
+        got, lse, form, hazards = result.out, result.lse, form_of(WATCHED), tuple(ledger.hazards())
+    (verdict,) = docket.verdicts([got], [form])
+    hazards = (*docket.hazards(), *hazards)
+    j = docket.judgement(got, verdict, lse, form, hazards, precise=plant.precise)
+    return Seen(j.status.value, _names(j.diagnosis), "; ".join(j.reasons))
 
 
 def _by_precision(plant: Planted, call: Made) -> Seen:
     """The recipe is what is wrong: a kernel that is faithful to it passes, its precision does not."""
     j = call.judge(plant.output(call))
-    first = next((h for h in j.hazards if any(str(h) == r for r in j.precision_reasons)), None)
-    named = "" if first is None else f"{first.kind.value} in {first.stage}"
-    return Seen(j.precision.value, named, "; ".join(j.precision_reasons))
+    lost = (h for h in j.hazards if str(h) in j.precision_reasons)
+    names = tuple(f"{h.kind.value} in {h.stage}" for h in lost)
+    return Seen(j.precision.value, names, "; ".join(j.precision_reasons))
 
 
 def _by_relation(plant: Planted, call: Made) -> Seen:
-    """Two calls that should give the same bits."""
-    one, other = plant.output(call)
-    found = invariance(one, other, call.recipe.out_format)
-    return Seen("same bits" if found.bits_equal else "other bits", "", str(found))
+    """Two runs of one thing: other bits in more than ten times as many places as where the relation is kept (sums of
+    other lengths may round otherwise there)."""
+    assert plant.right is not None
+    fmt = call.recipe.out_format
+    found, kept = (invariance(*output(call), fmt) for output in (plant.output, plant.right))
+    other = found.differing > 10 * kept.differing
+    return Seen("other bits" if other else "same bits", (), f"{found}; where it is kept: {kept}")
 
 
 def gated(old: Any, new: Any) -> Any:
@@ -142,10 +151,10 @@ def _by_gate(plant: Planted, call: Made) -> Seen:
     right, j = right_record(plant.case), call.judge(plant.output(call))
     wrong = replace(right, status=j.status, errors=j.errors, margins=j.margins, diagnosis=j.diagnosis)
     found = gated(right, wrong)
-    named = "" if j.diagnosis is None else j.diagnosis.fault
-    return Seen("FAIL" if found.exit_code == 1 else "PASS", named, "; ".join(found.regressions))
+    return Seen("FAIL" if found.exit_code == 1 else "PASS", _names(j.diagnosis), "; ".join(found.regressions))
 
 
 INSTRUMENTS: dict[str, Callable[[Planted, Made], Seen]] = {
     "status": _by_status, "precision": _by_precision, "relation": _by_relation,
+    "gate": _by_gate,
 }  # fmt: skip

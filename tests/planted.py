@@ -101,6 +101,7 @@ class Kernel:
     v: Callable[[Tensor], Tensor] | None = None
     scales: Callable[[Tensor, str], Tensor] | None = None
     start: float = -math.inf  # where the running max starts
+    two_passes: bool = False  # the row's max is known before the first block
     guarded: bool = True  # a max of −∞ is not subtracted
     empty: float = 0.0  # what a row without keys is
     kv_index: Callable[[Tensor, int], Tensor] | None = None
@@ -135,7 +136,7 @@ class Kernel:
         return self._sum(call, s.masked_fill(~seen, -math.inf), v, sv, r)
 
     def _sum(self, call: Made, s: Tensor, v: Tensor, sv: Tensor | None, r: harness.Recipe) -> Tensor:
-        m = s.new_full((*s.shape[:3], 1), self.start)
+        m = s.amax(-1, keepdim=True) if self.two_passes else s.new_full((*s.shape[:3], 1), self.start)
         l, o = torch.zeros_like(m), v.new_zeros(*s.shape[:3], v.shape[3])  # noqa: E741
         sinks = call.extras.get("sinks")
         if sinks is not None and self.sinks:
