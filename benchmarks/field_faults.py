@@ -9,6 +9,7 @@ writes a table with a row for each.
 from __future__ import annotations
 
 import argparse
+import runpy
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,8 +20,6 @@ from tqdm import tqdm
 
 HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
-
-import runpy  # noqa: E402
 
 import field_faults  # noqa: E402
 from field_plants import PLANTS  # noqa: E402
@@ -34,15 +33,15 @@ from harness.records import Status  # noqa: E402
 RIGHT = ("naive_masked", "lower_triangle", "online_softmax", "decode_with_cache", "split_kv")
 HEAD = """# The field's own faults
 
-The 48 reports of `cases/field.py`: attention faults that people met, each as a small case. What is right has to pass and
-the fault, planted, has to be caught: `python benchmarks/field_faults.py --out reports/field.md` writes this page,
-`tests/test_field.py` holds it.
+The 48 reports of `cases/field.py`: attention faults that people met, each as a small case. What is right has to pass,
+and the fault, planted, has to be caught. `python benchmarks/field_faults.py --out reports/field.md` writes this page,
+`tests/test_field.py` holds it; `python -m harness run --cases field` runs the cases.
 
-*Right*: the status of {right} on the case, under the case's own recipes. `lower_triangle` refuses what is not causal;
-`naive_unsafe` is a fault itself and not among them. *Fault*: what the judge says of the planted one; "precision" where the
-recipe is what is wrong, "gate" where a stored run is compared, "relation" where two runs of one thing have other bits.
-*Named*: the likeliest fault, then those that explain it as well. A name is held to be right where a direction, a suspect or a
-hazard describes the fault; "unknown" is the honest answer where none does.
+*Right*: statuses of {right} on the case, under its own recipes. `lower_triangle` refuses what is not causal;
+`naive_unsafe` is a fault itself and not among them. *Fault*: what the judge says of the planted one; "precision" where
+the recipe is what is wrong, "gate" where stored runs are compared, "relation" where two runs of one thing have other
+bits. *Named*: the likeliest fault, then what explains it as well; a name is expected where a direction, a suspect or a
+hazard describes the fault, and "unknown" is the honest answer where none does.
 
 """
 
@@ -75,26 +74,36 @@ def rows(rights: dict[str, Counter[Status]], found: dict[str, field_faults.Seen]
     for entry, (title, thread) in entries.items():
         head = f"[{entry}](https://github.com/{thread}) {title}"
         for plant in (p for p in PLANTS if p.entry == entry):
-            cells = (head, plant.case, plant.what, shown(rights[plant.case]), *fault_cells(plant, found[plant.id]))
+            cells = (
+                head,
+                plant.case,
+                plant.what,
+                shown(rights[plant.case]),
+                *fault_cells(plant, found[plant.id]),
+            )
             yield "| " + " | ".join(cells) + " |"
             head = ""
     others = [name for name in rights if name not in {p.case for p in PLANTS}]
     yield ""
-    yield "Cases of these entries that no fault is planted in, on the same algorithms: " + "; ".join(
-        f"{name} {shown(rights[name])}" for name in others
-    ) + "."
+    yield (
+        "Cases of these entries that no fault is planted in, on the same algorithms: "
+        + "; ".join(f"{name} {shown(rights[name])}" for name in others)
+        + "."
+    )
 
 
 def summary(rights: Iterable[Counter[Status]], found: dict[str, field_faults.Seen]) -> str:
     rights = list(rights)
     total = sum(rights, Counter())
     caught = [p for p in PLANTS if found[p.id].status == p.caught_as]
-    named = [p for p in caught if p.told]
-    rightly = [p for p in named if set(p.told) & set(found[p.id].names)]
-    entries = {p.entry for p in PLANTS}
+    named = [p for p in PLANTS if p.told]
+    given = [p for p in named if set(p.told) & set(found[p.id].names)]
+    first = [p for p in given if found[p.id].names[0] in p.told]
+    whole = {p.entry for p in PLANTS} - {p.entry for p in PLANTS if p not in caught}
     return (
-        f"{len(entries)} entries, {len(rights)} cases: {shown(total)}. {len(PLANTS)} planted faults: {len(caught)} caught, in"
-        f" {len({p.entry for p in caught})} entries; of the {len(named)} that have a name, {len(rightly)} were given it.\n\n"
+        f"{len({p.entry for p in PLANTS})} entries, {len(rights)} cases: {shown(total)}. {len(PLANTS)} planted faults:"
+        f" {len(caught)} caught, all of {len(whole)} entries; {len(named)} have a name, {len(given)} were given it,"
+        f" {len(first)} as the likeliest.\n\n"
     )
 
 

@@ -196,23 +196,27 @@ def _edited(source: Source, edits: Any = (), **normal: float) -> Tensors:
     the end) or None for all; `what` is set, times, add or sign (the number with the drawn sign). "nan", "inf" and
     "-inf" are numbers."""
     tensors = dict(zip(TENSORS, _normal(source, **normal), strict=True))
-    for names, heads, rows, channels, what, number in edits:
-        if what not in _EDITS or set(names) - set(TENSORS):
-            raise TypeError(f"an edit is {names!r}, {what!r}; allowed: letters among qkv and {', '.join(_EDITS)}")
-        for name in names:
-            x = tensors[name]
-            at = torch.meshgrid(
-                torch.arange(x.shape[0]),
-                *(_places(n, part) for n, part in zip(x.shape[1:], (heads, rows, channels), strict=True)),
-                indexing="ij",
-            )
-            x[at] = torch.as_tensor(_EDITS[what](x[at], float(number)), dtype=x.dtype)
+    for edit in edits:
+        try:
+            names, *parts, what, number = edit
+            change, number = _EDITS[what], float(number)
+            chosen = [tensors[name] for name in names]
+            heads, rows, channels = parts
+        except (KeyError, ValueError) as error:
+            allowed = f"(letters among qkv, heads, rows, channels, one of {', '.join(_EDITS)}, a number)"
+            raise TypeError(f"an edit is {edit!r}; allowed: {allowed}") from error
+        for x in chosen:
+            axes = zip(x.shape, (None, heads, rows, channels), strict=True)
+            at = torch.meshgrid(*(_places(n, part) for n, part in axes), indexing="ij")
+            x[at] = torch.as_tensor(change(x[at], number), dtype=x.dtype)
     return tensors["q"], tensors["k"], tensors["v"]
 
 
 def _places(size: int, part: Any) -> Tensor:
     """Indices of an axis of this size that `part` names."""
-    return torch.arange(size)[list(part) if isinstance(part, tuple) else slice(None) if part is None else [part]]
+    return torch.arange(size)[
+        list(part) if isinstance(part, tuple) else slice(None) if part is None else [part]
+    ]
 
 
 def _rope(source: Source, start: int = 0, base: float = 1e4) -> Tensors:
@@ -221,9 +225,11 @@ def _rope(source: Source, start: int = 0, base: float = 1e4) -> Tensors:
     q, k, v = _normal(source)
     shape = source.case.shape
     shift = source.case.spec.shift(shape.q_len, shape.S)
-    return rotate_at(q, start + shift + torch.arange(shape.q_len), base), rotate_at(
-        k, start + torch.arange(shape.S), base
-    ), v
+    return (
+        rotate_at(q, start + shift + torch.arange(shape.q_len), base),
+        rotate_at(k, start + torch.arange(shape.S), base),
+        v,
+    )
 
 
 def rotate_at(x: Tensor, position: Tensor, base: float = 1e4) -> Tensor:

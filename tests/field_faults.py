@@ -1,7 +1,7 @@
 """The faults of `cases/field.py`, planted: for each entry what is done wrong, and what the judge must say of it.
 
-`Planted.call` is a kernel on torch alone (`tests/planted.py`) with the mistake in it, or one of the algorithms under the
-recipe that the mistaken kernel would have, watched as a run watches it.
+`Planted.output` is that of a kernel on torch alone (`tests/planted.py`) with the mistake in it, or the recipe that the
+mistaken kernel would have: one of the algorithms then runs under it, watched as a run watches it.
 """
 
 from __future__ import annotations

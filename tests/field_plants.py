@@ -18,7 +18,7 @@ from harness.attention.paged import PagedCache
 from harness.attention.session import Session
 from harness.inputs import rotate_at
 from harness.options import alibi_slopes
-from harness.recipe import Recipe, get_recipe
+from harness.recipe import get_recipe
 
 Output = Callable[[Made], Any]
 
@@ -217,7 +217,9 @@ def by_table(call: Made) -> tuple[Tensor, Tensor]:
     return Kernel()(call), Kernel()(table)
 
 
-_STUCK = "the suspects' accumulators take blocks of 16 keys and more, where a sum of ones does not stand still"
+_STUCK = (
+    "the suspects' accumulators take blocks of 16 keys and more, where a sum of ones does not stand still"
+)
 PLANTS = (
     Planted("f01-empty-row", "the empty row is NaN", kernel(empty=math.nan), ("empty rows",)),
     Planted("f02-band", "a running max of −∞ is subtracted from −∞", kernel(guarded=False)),
@@ -247,10 +249,13 @@ PLANTS = (
     Planted("f22-133120", "q·k is stored in FP16", under("bf16", scores_raw="fp16"), ("overflow in scores_raw",)),
     Planted("f22-one-key", "q·k is stored in FP16", under("bf16", scores_raw="fp16"), ("overflow in scores_raw",)),
     Planted("f23-low-logits", "the max starts at 0", kernel(start=0.0)),
-    Planted("f23-low-logits", "the max starts at −1e4, 0/0 becomes 0", after(lambda o, c: o.nan_to_num(0.0), start=-1e4),
+    Planted("f23-low-logits", "the max starts at −1e4, 0/0 becomes 0", after(lambda o, c: o.nan_to_num(0.0),
+            start=-1e4),
             ("all zeros",)),
-    Planted("f24-n512", "every stage is BF16", under("bf16_eager"), ("bf16 q·k",)),
-    Planted("f25-same-dtype", "an FP16 chain is offered for a kernel", under("fp16_eager"), ("fp16 q·k",)),
+    Planted("f24-n512", "every stage is BF16", under("bf16_eager")),
+    Planted("f24-n512", "q·k is kept in BF16", under("bf16", scores_raw="bf16"), ("bf16 q·k",)),
+    Planted("f25-same-dtype", "an FP16 chain is offered for a kernel", under("fp16_eager")),
+    Planted("f25-same-dtype", "q·k is kept in FP16", under("fp16", scores_raw="fp16"), ("fp16 q·k",)),
     Planted("f27-fp16-2049", "O is accumulated in FP16, key by key", kernel(block=1, acc=torch.float16),
             ("fp16 accumulator",), misnamed=_STUCK),
     Planted("f27-bf16-257", "O is accumulated in BF16, key by key", kernel(block=1, acc=torch.bfloat16),
@@ -288,7 +293,8 @@ PLANTS = (
     Planted("f43-empty-splits", "−∞ − (−∞) where all parts are empty", split("−∞ − (−∞)"), ("empty rows",)),
     Planted("f43-empty-splits", "an empty part has a finite lse", split("finite lse"), ("shrink",)),
     Planted("f45-sink", "the sink is dropped", kernel(sinks=False), ("no sink",)),
-    Planted("f45-sink", "the sink counts in each of two splits", extras(sinks=lambda s: s + math.log(2)), ("sink twice",)),
+    Planted("f45-sink", "the sink counts in each of two splits", extras(sinks=lambda s: s + math.log(2)),
+            ("sink twice",)),
     *(
         Planted(f"f46-alibi-{h}", "slopes are one geometric series", extras(bias=_geometric))
         for h in (6, 12, 40)
@@ -301,7 +307,8 @@ PLANTS = (
             ("right − 1", "last key")),
     Planted("f49-hot-key-n139", "P is rounded in blocks of 96, and of 128", pair(Kernel(block=96), Kernel(block=128)),
             instrument="relation", right=pair(Kernel(block=96, two_passes=True), Kernel(block=128, two_passes=True))),
-    Planted("f50-batch", "the block depends on the number of rows", pair(Kernel(block=64), Kernel(block=16), slice(-1, None)),
+    Planted("f50-batch", "the block depends on the number of rows", pair(Kernel(block=64), Kernel(block=16),
+            slice(-1, None)),
             instrument="relation", right=pair(Kernel(block=64), Kernel(block=64), slice(-1, None))),
     Planted("f51-past-464", "what is past 464 becomes NaN", _nan_past_464, ("saturation in v",)),
     Planted("f51-past-464", "values past 448 are clamped", kernel(), ("saturation in v",), None, "precision"),
@@ -312,7 +319,8 @@ PLANTS = (
     Planted("f55-head-scales", "K is not descaled", kernel(scales=_one), ("k not descaled",)),
     Planted("f55-head-scales", "the scale of head 0 serves all", kernel(scales=_of_head_0), ("scale of k of head 0",)),
     Planted("f57-stale-max", "P × 4096 clamps at 448", kernel(p_scale=4096.0)),
-    Planted("f58-values-30", "O is cut, within a tolerance of 0.06", kernel(cut_o=True), ("truncated O",)),
+    Planted("f58-values-30", "O is cut, not rounded", kernel(cut_o=True)),
+    Planted("f58-values-30", "the scale is off by 0.1 %", kernel(scale=1.001), ("scale",)),
     Planted("f60-no-nan", "one element is NaN", after(lambda o, c: o.index_fill(3, torch.tensor(3), math.nan))),
     Planted("f60-nan-in-v", "NaN in V is read as 0", kernel(v=lambda v: v.nan_to_num(0.0))),
     Planted("f61-n1024", "the scale is √D", kernel(scale=128.0), ("scale √D",)),

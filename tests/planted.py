@@ -156,10 +156,8 @@ class Kernel:
             o, m = held(a * o + pv, self.acc), new
         o = o / (self.unscale or p_scale)
         o = o * sv if sv is not None and sv.shape[2] == 1 else o
-        if self.start == -math.inf:
-            o = o / torch.where(l == 0, 1.0, l) if self.normalise else o
-        else:
-            o = o / l
+        if self.normalise:  # a max that does not start at −∞ leaves 0/0 where all is below it
+            o = o / (torch.where(l == 0, 1.0, l) if self.start == -math.inf else l)
         o = o.masked_fill((l == 0) & (m == -math.inf), self.empty)
         return cast(o, r.out_format, self.cut_o)
 

@@ -30,7 +30,11 @@ def entries() -> dict[str, tuple[str, str]]:
     """The table of the case file, read and not run."""
     tree = ast.parse(case_files()["field"].read_text(encoding="utf-8"))
     for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name) and node.targets[0].id == "ENTRIES":
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and node.targets[0].id == "ENTRIES"
+        ):
             return dict(ast.literal_eval(node.value))
     raise AssertionError("cases/field.py has no ENTRIES")
 
@@ -42,10 +46,11 @@ def seen(plant: Planted) -> Seen:
 
 def params(reason: str, plants: Any = PLANTS) -> list[Any]:
     """Plants, those that the judge does not do yet marked with the reason: once it does, the mark is an error."""
-    return [
-        pytest.param(p, id=p.id, marks=[pytest.mark.xfail(strict=True, reason=why)] if (why := getattr(p, reason)) else [])
-        for p in plants
-    ]  # fmt: skip
+    return [pytest.param(p, id=p.id, marks=_mark(getattr(p, reason))) for p in plants]
+
+
+def _mark(why: str) -> list[Any]:
+    return [pytest.mark.xfail(strict=True, reason=why)] if why else []
 
 
 def test_there_are_48_entries_and_each_has_a_case_and_a_planted_fault() -> None:
