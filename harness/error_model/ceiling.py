@@ -122,6 +122,11 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
     out = weight * gross + held / recipe.p_scale / l
+    # V itself may be subnormal: each product and sum is on the base's spacing, and the quotient with its factors.
+    scale = b.heads.scale("v")
+    factor = max(1.0, 1 / recipe.p_scale, 1.0 if scale is None else float(scale.max()))
+    sums = (n + steps) / (1.0 if recipe.normalise == "early" else l) + 2
+    out = out + torch.where(b.gross[0] > 0, base.min_subnormal * factor * sums, 0.0)
     rows = (2 * steps + 2) * spacing(recipe, "row_sum") / 2 / l
     return out, n * cast / l, n * (every + tiny) / l + rows
 
