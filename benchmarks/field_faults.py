@@ -38,11 +38,11 @@ and the fault, planted, has to be caught. `python benchmarks/field_faults.py --o
 `tests/test_field.py` holds it; `python -m harness run --cases field` runs the cases.
 
 *Right*: statuses of {right}
-on the case, under its own recipes. `lower_triangle` refuses what is not causal; `naive_unsafe` is a fault itself and not
-among them. *Fault*: what the judge says of the planted one; "precision" where the recipe is what is wrong, "gate" where
-stored runs are compared, "relation" where two runs of one thing have other bits. *Named*: the likeliest fault, then what
-explains it as well; a name is expected where a direction, a suspect or a hazard describes the fault, and "unknown" is the
-honest answer where none does.
+on the case, under its own recipes. `lower_triangle` refuses what is not causal; `naive_unsafe` is a fault itself and
+not among them. *Fault*: what the judge says of the planted one; "precision" where the recipe is what is wrong, "gate"
+where stored runs are compared, "relation" where two runs of one thing have other bits. *Named*: the likeliest fault,
+then what explains it as well; a name is expected where a direction, a suspect or a hazard describes the fault, and
+"unknown" is the honest answer where none does.
 
 """
 
