@@ -125,15 +125,16 @@ def _bias_normal(source: ExtraSource, std: float = 1.0, axes: str = "HLS", forma
 
 def _bias_hiding(
     source: ExtraSource, value: float | str, lengths: Sequence[int] = (), side: str = "left",
-    causal: bool = False, format: str = "fp32",
+    causal: bool = False, window: Any = None, format: str = "fp32",
 ) -> Tensor:  # fmt: skip
-    """A mask by large numbers: `value` (a number, or a format's name for its finfo.min) on padding, and again on the
-    future, added up in `format`, where the sum may overflow."""
+    """A mask by numbers: `value` (a number, "-inf", or a format's name for its finfo.min) on padding, and again on what
+    causality and window hide, added up in `format`, where the sum may overflow."""
     shape = source.case.shape
-    number = -get_format(value).max if isinstance(value, str) else float(value)
+    named = isinstance(value, str) and value != "-inf"
+    number = -get_format(str(value)).max if named else float(value)
     total = torch.zeros(1, 1, shape.q_len, shape.S, dtype=torch.float64)
-    if causal:
-        seen = packed_mask([0, shape.q_len], [0, shape.S], causal=True, align=source.case.spec.align)
+    if causal or window is not None:
+        seen = packed_mask([0, shape.q_len], [0, shape.S], causal, window, source.case.spec.align)
         total = total.masked_fill(~seen, number)
     if lengths:
         total = total + torch.where(padding_mask(list(lengths), shape.S, side), 0.0, number)

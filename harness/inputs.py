@@ -182,6 +182,67 @@ def _values(source: Source, q: Any, k: Any, v: Any) -> Tensors:
         raise TypeError(str(error)) from None
 
 
+_EDITS: dict[str, Callable[[Tensor, float], Any]] = {
+    "set": lambda x, number: number,
+    "times": lambda x, number: x * number,
+    "add": lambda x, number: x + number,
+    "sign": lambda x, number: torch.where(x < 0, -number, number),
+}
+
+
+def _edited(source: Source, edits: Any = (), **normal: float) -> Tensors:
+    """Normals (`normal` are that kind's parameters), then edits in their order: (tensors, heads, rows, channels, what,
+    number). `tensors` is any of "qkv"; heads, rows and channels are an index, a list of them (negative ones count from
+    the end) or None for all; `what` is set, times, add or sign (the number with the drawn sign). "nan", "inf" and
+    "-inf" are numbers."""
+    tensors = dict(zip(TENSORS, _normal(source, **normal), strict=True))
+    for edit in edits:
+        try:
+            names, *parts, what, number = edit
+            change, number = _EDITS[what], float(number)
+            chosen = [tensors[name] for name in names]
+            heads, rows, channels = parts
+        except (KeyError, ValueError) as error:
+            allowed = f"(letters among qkv, heads, rows, channels, one of {', '.join(_EDITS)}, a number)"
+            raise TypeError(f"an edit is {edit!r}; allowed: {allowed}") from error
+        for x in chosen:
+            axes = zip(x.shape, (None, heads, rows, channels), strict=True)
+            at = torch.meshgrid(*(_places(n, part) for n, part in axes), indexing="ij")
+            x[at] = torch.as_tensor(change(x[at], number), dtype=x.dtype)
+    return tensors["q"], tensors["k"], tensors["v"]
+
+
+def _places(size: int, part: Any) -> Tensor:
+    """Indices of an axis of this size that `part` names."""
+    return torch.arange(size)[
+        list(part) if isinstance(part, tuple) else slice(None) if part is None else [part]
+    ]
+
+
+def _rope(source: Source, start: int = 0, base: float = 1e4) -> Tensors:
+    """Normals, q and k rotated at the positions of their tokens, the first key at `start`: channels 2c and 2c + 1 turn
+    by position·base^(−2c/D). Angles are FP64: near a position of 2^14 they are good to 2^-38."""
+    q, k, v = _normal(source)
+    shape = source.case.shape
+    shift = source.case.spec.shift(shape.q_len, shape.S)
+    return (
+        rotate_at(q, start + shift + torch.arange(shape.q_len), base),
+        rotate_at(k, start + torch.arange(shape.S), base),
+        v,
+    )
+
+
+def rotate_at(x: Tensor, position: Tensor, base: float = 1e4) -> Tensor:
+    """`x` `[B, H, L, D]` (D even) rotated as RoPE does at `position` `[L]`, in FP64."""
+    d = x.shape[3]
+    if d % 2:
+        raise TypeError(f"head_dim is {d}; allowed: an even one, channels turn in pairs")
+    turn = base ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = position.double()[:, None] * turn
+    even, odd, cos, sin = x[..., ::2], x[..., 1::2], torch.cos(angle), torch.sin(angle)
+    return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
+
+
 def _file(source: Source, path: str, prefix: str, tokens: int | None = None) -> Tensors:
     """Tensors `{prefix}.q`, `.k`, `.v` of a safetensors file, the first `tokens` of each. A relative path starts at the
     folder of the case file, or of the built-in cases."""
@@ -215,6 +276,8 @@ KINDS: dict[str, Callable[..., Tensors]] = {
     "deep_negative": _deep_negative,
     "heavy_key": _heavy_key,
     "uniform": _uniform,
+    "edited": _edited,
+    "rope": _rope,
     "values": _values,
     "file": _file,
 }

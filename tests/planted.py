@@ -100,6 +100,10 @@ class Kernel:
     k: Callable[[Tensor], Tensor] | None = None  # other codes
     v: Callable[[Tensor], Tensor] | None = None
     scales: Callable[[Tensor, str], Tensor] | None = None
+    start: float = -math.inf  # where the running max starts
+    two_passes: bool = False  # the row's max is known before the first block
+    guarded: bool = True  # a max of −∞ is not subtracted
+    empty: float = 0.0  # what a row without keys is
     kv_index: Callable[[Tensor, int], Tensor] | None = None
 
     def __call__(self, call: Made) -> Tensor:
@@ -132,7 +136,7 @@ class Kernel:
         return self._sum(call, s.masked_fill(~seen, -math.inf), v, sv, r)
 
     def _sum(self, call: Made, s: Tensor, v: Tensor, sv: Tensor | None, r: harness.Recipe) -> Tensor:
-        m = s.new_full((*s.shape[:3], 1), -math.inf)
+        m = s.amax(-1, keepdim=True) if self.two_passes else s.new_full((*s.shape[:3], 1), self.start)
         l, o = torch.zeros_like(m), v.new_zeros(*s.shape[:3], v.shape[3])  # noqa: E741
         sinks = call.extras.get("sinks")
         if sinks is not None and self.sinks:
@@ -142,7 +146,7 @@ class Kernel:
         for start in range(0, s.shape[-1], self.block):
             keys = slice(start, start + self.block)
             new = torch.maximum(m, s[..., keys].amax(-1, keepdim=True))
-            safe = new.masked_fill(new == -math.inf, 0.0)
+            safe = new.masked_fill(new == -math.inf, 0.0) if self.guarded else new
             a = torch.exp(m - safe) if self.rescale else (m > -math.inf).float()
             e = torch.exp(s[..., keys] - safe)
             p = cast(e * p_scale, r.format_of("probs"), self.cut_p)
@@ -152,7 +156,9 @@ class Kernel:
             o, m = held(a * o + pv, self.acc), new
         o = o / (self.unscale or p_scale)
         o = o * sv if sv is not None and sv.shape[2] == 1 else o
-        o = o / torch.where(l == 0, 1.0, l) if self.normalise else o
+        if self.normalise:  # a max that does not start at −∞ leaves 0/0 where all is below it
+            o = o / (torch.where(l == 0, 1.0, l) if self.start == -math.inf else l)
+        o = o.masked_fill((l == 0) & (m == -math.inf), self.empty)
         return cast(o, r.out_format, self.cut_o)
 
 

@@ -9,7 +9,7 @@ import pytest
 from record_factory import TODAY, deviation, record, refused
 
 from harness import registry
-from harness.case import cases_folder, load_cases
+from harness.case import case_files, cases_folder, load_cases
 from harness.deviations import load_deviations, review
 from harness.recipe import recipes
 from harness.records import Status
@@ -125,6 +125,7 @@ def test_shipped_list_loads_and_each_entry_covers_something_there_is() -> None:
     path = cases_folder() / "deviations.toml"
     if not path.is_file():
         pytest.skip("no deviations are listed")
-    cells = [(i, c.id, r) for i in registry.implementations() for c in load_cases("all") for r in recipes()]
+    shipped = load_cases(list(case_files()))  # with what runs only when its file is named
+    cells = [(i, c.id, r) for i in registry.implementations() for c in shipped for r in recipes()]
     for entry in load_deviations(path):
         assert any(entry.covers(*cell) for cell in cells), str(entry)

@@ -187,6 +187,34 @@ def test_scores_that_may_overflow_promise_nothing() -> None:
     assert bool(torch.isfinite(flash.variance).all())
 
 
+@pytest.mark.parametrize("recipe", ["bf16", "fp32", "bf16_eager"])
+def test_one_visible_key_has_a_ceiling_whatever_its_score(recipe: str) -> None:
+    """Scores of 1e11, whose rounding is beyond any exp: the softmax of one key is 1."""
+    q, k, v = normals((1, 4, 3, 64), (1, 4, 1, 64), (1, 4, 1, 64))
+    tensors = tuple(133120.0 * x.bfloat16().double() for x in (q, k, v))
+    stored = tuple(x.bfloat16().double() for x in tensors)
+    _, found = expect(*stored, AttentionSpec(), recipe, WHOLE)
+    assert bool((found.ceiling < 0.02 * stored[2].abs()).all())
+    run_all(stored, AttentionSpec(), {}, get_recipe(recipe), [n for n in SAFE if n != "naive_unsafe"])
+    two = (stored[0], stored[1].repeat(1, 1, 2, 1), stored[2].repeat(1, 1, 2, 1))
+    assert bool(torch.isinf(expect(*two, AttentionSpec(), recipe, WHOLE)[1].ceiling).all())
+
+
+@pytest.mark.parametrize("name", ["naive_masked", "online_softmax", "split_kv", "decode_with_cache"])
+@pytest.mark.parametrize("exponent", [-120, -126, -130, -136])
+def test_subnormal_sums_of_the_base_are_expected(name: str, exponent: int) -> None:
+    """Never beyond the ceiling, and no larger than FP32 is allowed elsewhere: 1.6 times."""
+    for seed in range(4):
+        q, k, v = qkv(seed=seed)
+        stored = tuple(x.float().double() for x in (q, k, v * 2.0**exponent))
+        truth, found = expect(*stored, AttentionSpec(), "fp32", form_of(name))
+        error = get(name).run(*stored, AttentionSpec(), recipe="fp32").out.double() - truth.out
+        assert used(error, truth.out, found.ceiling) <= 1
+        scale = 2.0**-exponent  # squares of the errors themselves are near FP64's own subnormals
+        ratio = float((error * scale).square().sum() / (found.variance * scale**2).sum()) ** 0.5
+        assert ratio <= 1.6
+
+
 def test_pairs_share_one_pass_and_keep_their_order() -> None:
     q, k, v = qkv()
     spec = AttentionSpec()

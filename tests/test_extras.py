@@ -66,6 +66,15 @@ def test_every_kind_is_drawn_alike_every_time_and_moves_the_output(name: str, ki
     assert not torch.equal(bare.out, full.out)
 
 
+def test_minus_infinity_hides_as_causality_and_window_do() -> None:
+    drawn = {"value": "-inf", "causal": True, "window": [3, 0]}
+    band = case("bias", "hiding", extras={"bias": Draw("hiding", drawn)})
+    bias = make_inputs(band, 0).extras.bias
+    assert bias is not None
+    seen = seen_keys(SHAPE.q_len, SHAPE.S, AttentionSpec(causal=True, window=(3, 0)), Extras())
+    assert torch.equal(bias, torch.where(seen, 0.0, -torch.inf).double())
+
+
 @pytest.mark.parametrize("kind", ["alibi", "normal"])
 @pytest.mark.parametrize("fmt", ["bf16", "fp16"])
 def test_drawn_biases_are_values_of_their_format(kind: str, fmt: str) -> None:

@@ -111,6 +111,59 @@ def assert_moments(x: torch.Tensor, mean: float, std: float, kurtosis: float = 3
     assert abs(float(x.var()) / std**2 - 1) <= 6 * math.sqrt((kurtosis - 1) / n)
 
 
+def test_edits_change_what_they_name_in_their_order_and_nothing_else() -> None:
+    edits = [
+        ("kv", [1], [0, -1], None, "set", "nan"), ("q", None, None, 2, "times", 3.0), ("q", None, None, 2, "add", 1.0),
+        ("v", 0, 3, [0, 1], "sign", 5.0),
+    ]  # fmt: skip
+    plain, edited = (make_inputs(case(kind, **params), 4) for kind, params in
+                     (("normal", {"k": 2.0}), ("edited", {"edits": edits, "k": 2.0})))  # fmt: skip
+    q, k, v = (x.clone() for x in plain.tensors)
+    k[:, 1, [0, -1]] = v[:, 1, [0, -1]] = math.nan
+    q[..., 2] = 3 * q[..., 2] + 1
+    v[:, 0, 3, :2] = 5 * torch.sign(v[:, 0, 3, :2])
+    for got, want in zip(edited.tensors, (q, k, v), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        ("x", None, None, None, "set", 1.0), ("q", None, None, None, "cube", 1.0), ("q", None, None, "set", 1.0),
+        ("q", None, None, None, "set", "many"), ("q", 99, None, None, "set", 1.0),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_edit_is_one_line_that_names_the_case(edit: tuple[Any, ...]) -> None:
+    with pytest.raises(ValueError, match="case inputs/one draws 'edited' with wrong parameters: "):
+        make_inputs(case("edited", edits=[edit]), 0)
+
+
+@pytest.mark.parametrize(("q_len", "align"), [(6, "bottom-right"), (3, "bottom-right"), (3, "top-left")])
+def test_rotated_tokens_score_by_the_distance_of_their_positions(q_len: int, align: str) -> None:
+    """Each channel pair as a complex number: q·k is Re Σ q̂ conj(k̂) e^(i(p_q − p_k)θ). Angles near 2^14·1 carry 2^-53
+    of their size, so two of them and four products stay within 2^-36 of |q||k|."""
+    shape = Shape(1, 1, q_len, 8, kv_len=6)
+    spec = AttentionSpec(causal=True, align=align)
+    plain, turned = (make_inputs(case(kind, shape, spec=spec, **p), 2) for kind, p in
+                     (("normal", {}), ("rope", {"start": 16000})))  # fmt: skip
+    a, b = (torch.view_as_complex(x[0, 0].unflatten(-1, (4, 2)).contiguous()) for x in (plain.q, plain.k))
+    first = 6 - q_len if align == "bottom-right" else 0
+    apart = torch.arange(first, first + q_len)[:, None] - torch.arange(6)
+    turn = torch.polar(
+        torch.ones(1, dtype=torch.float64), apart[..., None] * 1e4 ** (-torch.arange(4.0).double() / 4)
+    )
+    want = (a[:, None] * b.conj() * turn).real.sum(-1)
+    bound = 2.0**-36 * turned.q.norm(dim=-1).max() * turned.k.norm(dim=-1).max()
+    assert float((turned.q[0, 0] @ turned.k[0, 0].T - want).abs().max()) <= float(bound)
+    assert torch.equal(turned.v, plain.v)
+
+
+def test_rotation_needs_pairs_of_channels() -> None:
+    with pytest.raises(ValueError, match="head_dim is 7; allowed: an even one"):
+        make_inputs(case("rope", Shape(1, 1, 2, 7)), 0)
+
+
 def test_normal_has_the_deviations_and_mean_that_were_asked() -> None:
     made = make_inputs(case(q=8.0, k=0.5, v=2.0, v_mean=-3.0), 1)
     for x, mean, std in zip(made.tensors, (0, 0, -3.0), (8.0, 0.5, 2.0), strict=True):

@@ -65,11 +65,12 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     rho = (
         sums + roundoff(recipe, "probs") + (2 * steps + 1) * acc + (steps > 0) * roundoff(recipe, "block_out")
     )
-    delta = a + sums + (2 * steps + 2) * row_sum
     least = _least(b, recipe, form, steps)
+    rest = sums + (2 * steps + 2) * row_sum + least[2]  # of the denominator, whatever the scores
+    after = roundoff(recipe, "probs") if recipe.row_sum == "after" else 0.0
     if recipe.row_sum == "after":
-        delta = delta + roundoff(recipe, "probs") * (1 + a) + least[1]
-    delta = delta + least[2]
+        rest = rest + after + least[1]
+    delta = a + rest + after * a
     # Keys taken for weightless: d·(1 − what its own error takes off), at most e^(0.95·NEGLIGIBLE).
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
@@ -85,6 +86,11 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
         error = error + recipe.accumulator.loss(span) * (b.mean_abs + error)
     error = error + delta * b.o.abs()
     error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
+    alone = (b.count == 1) & (b.sink_e == 0) & form.subtract_max
+    if bool(alone.any()):  # one key's value, whatever happens to its score: exp(s − s) is 1
+        lost = 0.0 if recipe.accumulator is None else recipe.accumulator.loss(span)
+        own = ((rho + rest + lost) * b.o.abs() + least[0]) / (1 - rest) * SLACK
+        error = torch.where(alone & (rest < 0.999), torch.minimum(own, error), error)
     out = rounded(recipe, "out")
     if out is not None:
         error = error + out.unit_roundoff * (error + b.o.abs()) + out.min_subnormal / 2
@@ -132,6 +138,11 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
     out = weight * gross + held / recipe.p_scale / l
+    # V itself may be subnormal: each product and sum is on the base's spacing, and the quotient with its factors.
+    scale = b.heads.scale("v")
+    factor = max(1.0, 1 / recipe.p_scale, 1.0 if scale is None else float(scale.max()))
+    sums = (n + steps) / (1.0 if recipe.normalise == "early" else l) + 2
+    out = out + torch.where(b.gross[0] > 0, base.min_subnormal * factor * sums, 0.0)
     rows = (2 * steps + 2) * spacing(recipe, "row_sum") / 2 / l
     return out, n * cast / l, n * (every + tiny) / l + rows
 

@@ -17,7 +17,7 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing, within
 from harness.error_model.problem import CHUNK, NEGLIGIBLE
 from harness.error_model.running import C2, Groups, binade
-from harness.formats import FloatFormat
+from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
 
 LINEAR = 0.03  # of σ² of a score: up to here p changes in proportion to its error
@@ -267,8 +267,16 @@ class _Spread(Groups):
         self.square = square
         if self.form.arrangement != "split":
             x = x + first * o2 + second * square
-        self.var += u2 * (x + extra) + math.exp(2 * NEGLIGIBLE) * b.gross[1]
+        self.var += u2 * (x + extra) + math.exp(2 * NEGLIGIBLE) * b.gross[1] + self._tiny(n)
         self.lse += u2 * rows
+
+    def _tiny(self, n: Tensor) -> Tensor:
+        """Sums of n subnormal terms and their quotient, each on the base's own spacing."""
+        b = self.b
+        least = get_format(self.recipe.base).min_subnormal ** 2 / 12
+        l = b.l.double() * (1.0 if self.form.subtract_max else torch.exp(b.m.double()))  # noqa: E741
+        sums = n if self.early else n / (l * l)
+        return (least * (sums + 2)).where(b.o != 0, 0.0)
 
     def _whole(self) -> None:
         """Rounded row sum and accumulator of a row in one piece."""
