@@ -22,10 +22,11 @@ from test_cache_sessions import Whole, chunkings, scaled, whole
 from torch import Tensor
 
 from harness import AttentionSpec, Shape, get, implementations
-from harness.attention.algorithm import Algorithm, Result
+from harness.attention.algorithm import Algorithm
 from harness.attention.session import KINDS, run_session
 from harness.compare import compare
 from harness.recipe import TENSORS, Recipe
+from harness.result import Result
 
 U = 2.0**-53
 

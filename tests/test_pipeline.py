@@ -14,11 +14,12 @@ import torch
 
 import harness
 from harness import cell, pipeline, registry
-from harness.attention.algorithm import Algorithm, Result
+from harness.attention.algorithm import Algorithm
 from harness.case import Case, Draw
 from harness.journal import workers
 from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status, to_json
+from harness.result import Result
 from harness.spec import AttentionSpec, Shape
 
 CAUSAL = Case("made", "causal", Shape(heads=2, q_len=9, head_dim=8), "small", AttentionSpec(causal=True))
