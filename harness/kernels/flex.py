@@ -85,7 +85,7 @@ def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
     if "flex_attention" not in names:
         raise RuntimeError(f"the graph holds no flex_attention, but {', '.join(names)}")
-    made = compile_fx(graph, inputs)
+    made: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
 
     def noting(*args: Any) -> Any:
         first = next(x for x in args if isinstance(x, Tensor) and x.is_floating_point())

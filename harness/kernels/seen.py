@@ -13,12 +13,12 @@ from harness.records import Ran
 _TELLING = ("_scaled_dot_product", "_scaled_mm", "bmm", "baddbmm", "softmax", "_safe_softmax")
 
 
-class Seen(TorchDispatchMode):
+class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes the telling operators under it, each once. An operator made of others is taken apart first: under
     inference mode the whole of SDPA arrives as one."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.operators: list[str] = []
         self.places: list[tuple[str, str]] = []
 

@@ -12,8 +12,8 @@ from harness.spec import AttentionSpec, Shape
 
 
 def bounds(spec: AttentionSpec, shape: Shape, extras: Extras, device: torch.device) -> Tensor:
-    """int64 `[B|1, 3]`: of each sequence the position of query row 0, its number of keys, and that of the mask's
-    batch. Without kv_lens one row stands for all."""
+    """int64 `[B|1, 2]`: of each sequence the position of query row 0 and its number of keys. Without kv_lens one row
+    stands for all."""
     lens = torch.tensor([shape.S], device=device) if extras.kv_lens is None else extras.kv_lens
     first = lens - shape.q_len if spec.align == "bottom-right" else torch.zeros_like(lens)
     return torch.stack([first, lens], 1)
@@ -38,8 +38,8 @@ def visible(spec: AttentionSpec, shape: Shape, extras: Extras, device: torch.dev
 
 
 def additive(bias: Tensor, seen: Tensor | None, dtypes: tuple[torch.dtype, ...]) -> Tensor:
-    """The bias with −∞ where hidden, in the first of these dtypes that holds it as FP32 does (the last is taken
-    anyway). A base of FP64 has one dtype alone."""
+    """The bias with −∞ where hidden, in the first of these dtypes that holds it exactly; the last one, the base of the
+    arithmetic, takes it as that does."""
     value = bias.to(dtypes[-1])
     dtype = next((d for d in dtypes if torch.equal(value.to(d).to(value.dtype), value)), dtypes[-1])
     value = value.to(dtype)
