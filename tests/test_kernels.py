@@ -162,7 +162,7 @@ def test_what_ran_is_in_the_record_and_in_the_report(tmp_path: Path) -> None:
     line = f"sdpa_flash ran {FUSED} (SDPA FLASH_ATTENTION) on cpu: bfloat16 for bf16, float16 for fp16"
     assert report.headline.ran == (line,)
     assert line in " ".join(to_text(report).split())
-    assert line.replace("_", r"\_") in to_markdown(report) or line in to_markdown(report)
+    assert line in to_markdown(report).replace("\\", "")
 
 
 def test_a_record_from_before_black_boxes_is_read(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_flex_without_a_compiler_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_graph_without_flex_attention_is_not_taken_for_it() -> None:
-    graph = torch.fx.symbolic_trace(torch.relu)
+    graph = torch.fx.symbolic_trace(lambda x: torch.relu(x))
     with pytest.raises(RuntimeError, match="the graph holds no flex_attention"):
         flex._backend(graph, [torch.ones(1)])
 

@@ -9,6 +9,7 @@ confuses the symbols s3 and s37, and compiles for some shapes only.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -48,7 +49,9 @@ class Flex(BlackBox):
         if call.device.type == "cpu" and not _has_compiler():
             raise Refusal(f"{self.name} is compiled, and no C++ compiler is found here")
         _ran.clear()
-        with torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=GRAPHS):
+        limits = torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=GRAPHS)
+        with limits, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of its own deprecated parts while it compiles
             out = _compiled()(
                 call.q.codes, call.k.codes, call.v.codes, score_mod=_score_mod(call), block_mask=_block_mask(call),
                 scale=call.spec.scale_for(shape.head_dim), enable_gqa=shape.group > 1,
@@ -80,11 +83,11 @@ def _compiled() -> Callable[..., Tensor]:
 
 def _backend(graph: torch.fx.GraphModule, inputs: Any) -> Callable[..., Any]:
     """Inductor, whose graph notes each of its runs. Raises RuntimeError for a graph without flex_attention."""
-    from torch._inductor.compile_fx import compile_fx
-
     names = [str(n.target) for n in graph.graph.nodes if n.op == "call_function"]
     if "flex_attention" not in names:
         raise RuntimeError(f"the graph holds no flex_attention, but {', '.join(names)}")
+    from torch._inductor.compile_fx import compile_fx
+
     made: Callable[..., Any] = compile_fx(graph, inputs)  # type: ignore[assignment]
 
     def noting(*args: Any) -> Any:
