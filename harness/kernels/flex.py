@@ -39,7 +39,9 @@ class Flex(BlackBox):
         if spec.empty_row == "nan":
             why.append("flex_attention gives 0 for a row that sees no key, never NaN")
         if not (shape.q_len and shape.S):
-            why.append("flex_attention on CPU divides by the number of rows and keys: with none it ends the process")
+            why.append(
+                "flex_attention on CPU divides by the number of rows and keys: with none it ends the process"
+            )
         if not shape.head_dim:
             why.append("flex_attention on CPU gives wrong numbers where head_dim is 0")
         return tuple(why)
