@@ -8,43 +8,52 @@ For an error e with expected variance σ² a fault of output g_F removes, per he
 of ⟨e, e⟩, all sums weighed by 1/σ². What is compared is the error less that of the twin that leaves least of it, so
 that what the recipe does to every kernel plays no part. Two faults explain it equally when the difference is below what
 the threshold of a single statistic could tell, τ², or below 1 % of it.
+
+A fault may be in some heads or rows alone: then those count in which it is significant by itself (gain > τ²), and the
+narrower place is told when it explains half as much again. What no fault explains may still be as large, element by
+element, as another precision makes it (`harness.likeness`), or be a factor of each row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
-from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, without
-from harness.operands import Extras
+from harness.compare import unravel
+from harness.directions import Call
+from harness.likeness import Likeness, likest
+from harness.part import Part, choose
 from harness.quantize import Stored
-from harness.recipe import Recipe
 from harness.records import Diagnosis
 from harness.significance import threshold
-from harness.spec import Shape
-from harness.truth import Truth
-from harness.twins import Twins
+from harness.suspects import Suspect, Trial
 
-PAIRS = 2**18  # scores of the part of a call that is diagnosed
-LEAST = 16  # rows of it
-EXPLAINS = 0.5  # of the error, below which a fault does not explain it
+EXPLAINS = 0.5  # of what can be explained of the error, below which a fault does not explain it
 TIE = 0.01
+NARROWER = 1.5  # how much more a fault in some places must explain than one everywhere
 RIVALS = 4
 SIGMAS = 6  # of a sum of squares, that chance does not reach
 NOTHING = "unknown"
+PLACES = 4  # that are told
+MOST = 0.9  # of an error
+FEW = 0.25  # of the rows, that may each have a size of their own
 
 
 @dataclass(frozen=True)
-class _Suspect:
-    name: str
-    what: str
+class _Found:
+    """A suspect in the places where it explains something: `scope` all, heads or rows."""
+
+    suspect: Suspect
     gain: float
-    size: float
-    degrees: bool
+    scope: str = "all"
+    where: str = ""
+
+    @property
+    def what(self) -> str:
+        return self.suspect.what + self.where
 
 
 def diagnose(
@@ -53,217 +62,149 @@ def diagnose(
     """The likeliest fault of `out` `[B, H, L, E]`, or that none known explains it. Non-finite places are left out.
     `sizes`: of the directions, as fitted to all rows looked at; a part's own are the less certain the smaller it is.
     """
-    part = _Part(call, out, stored)
-    suspects = _ranked(list(part.suspects()))
-    total = part.total
-    best = suspects[0] if suspects else _Suspect(NOTHING, "", 0.0, 0.0, False)
-    tau = threshold(len(suspects))
-    explained = best.gain / total if total > 0 else 0.0
-    rows = part.row_by_row() if explained < EXPLAINS else best
-    if rows.gain > best.gain + tau**2 and rows.gain >= part.least() * total:
-        return Diagnosis(rows.name, rows.what, rows.size, rows.gain**0.5, rows.gain / total)
-    if best.gain <= tau**2 or explained < part.least():
-        near = "" if best.name == NOTHING else f"; nearest: {best.what} ({best.name}), {explained:.0%}"
-        return Diagnosis(NOTHING, f"no known fault explains it{near}", 0.0, 0.0, explained)
-    rivals = [s for s in suspects[1:] if _equal(best, s, tau)]
-    names = tuple(s.name for s in rivals[:RIVALS])
-    size = sizes.get(best.name, best.size) if best.degrees else best.size
-    return Diagnosis(best.name, best.what, size, best.gain**0.5, explained, names)
-
-
-def _equal(best: _Suspect, other: _Suspect, tau: float) -> bool:
-    return abs(best.gain - other.gain) < max(tau**2, TIE * max(best.gain, other.gain))
-
-
-def _ranked(suspects: list[_Suspect]) -> list[_Suspect]:
-    """By gain; of those that explain as much as the first, one that is there or not comes first: its size was not
-    fitted."""
-    best: dict[str, _Suspect] = {}
-    for suspect in suspects:
-        if suspect.name not in best or suspect.gain > best[suspect.name].gain:
-            best[suspect.name] = suspect
-    ranked = sorted(best.values(), key=lambda s: -s.gain)
-    tau = threshold(len(ranked))
-    return sorted(
-        ranked, key=lambda s: (not _equal(ranked[0], s, tau), s.degrees if _equal(ranked[0], s, tau) else 0)
+    part = choose(call, out)
+    trial = Trial(part, call, out, stored)
+    suspects = list(trial.suspects())
+    tau = threshold(max(len(suspects), 1))
+    found = _best(suspects, part, tau)
+    best, total = found[0] if found else None, trial.total
+    if best is not None and best.gain > tau**2 and best.gain / total >= _least(trial, best):
+        rivals = tuple(f.suspect.name for f in found[1:] if _equal(best, f, tau))
+        size = best.suspect.size
+        if best.suspect.degrees and best.scope == "all":
+            size = sizes.get(best.suspect.name, size)
+        return Diagnosis(
+            best.suspect.name, best.what, size, best.gain**0.5, min(1.0, best.gain / total), rivals[:RIVALS]
+        )
+    return (
+        _alike(trial) or _row_by_row(trial, tau) or _few_elements(trial, part) or _nothing(best, trial, part)
     )
 
 
-class _Part:
-    """A part of the call small enough to be computed a hundred times."""
-
-    def __init__(self, call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored]) -> None:
-        shape = call.shape
-        self._choose(shape, call, out)
-        self.call = self._cut(call)
-        q, k, v = (self._stored(x, name) for x, name in zip(stored, "qkv", strict=True))
-        self.stored = (q, k, v)
-        scales = (q.scale, k.scale, v.scale)
-        self.subject = Subject(
-            self.call.q,
-            self.call.k,
-            self.call.v,
-            call.spec,
-            self.call.extras,
-            scales,
-            self.rows.start,
-            shape.q_len,
-        )
-        self.out, self.truth = self._outputs(out.double()), self.call.truth.out
-        whole = call.truth.out
-        self.transposed = self._outputs(whole.transpose(1, 2).reshape(whole.shape))
-        usable = torch.isfinite(self.call.variance) & torch.isfinite(self.out) & torch.isfinite(self.truth)
-        variance = torch.where(usable, self.call.variance, 0.0)
-        floor = 1e-3 * variance.mean(-1, keepdim=True)
-        variance = torch.maximum(variance, floor)
-        self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
-        self.out = torch.where(usable, self.out, self.truth.nan_to_num(0.0, 0.0, 0.0))
-        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
-        self.twin = self._finite(min((self.base[i] for i in range(len(self.base))), key=self._distance))
-        self.e = torch.where(self.weight > 0, self.out - self.twin, 0.0)
-        self.total = self._energy(self.e)
-        self.noise = float((self.weight > 0).sum())
-
-    def _choose(self, shape: Shape, call: Call, out: Tensor) -> None:
-        """Rows at the aligned end, of all heads and sequences as long as LEAST rows of each fit: many faults take one
-        head's or sequence's numbers for another's. Else the sequences, then neighbouring heads, that err most."""
-        row = max(1, shape.S)
-        rows = min(shape.q_len, max(LEAST, PAIRS // (row * max(1, shape.batch * shape.heads))))
-        bottom = call.spec.align == "bottom-right"
-        self.rows = slice(shape.q_len - rows, shape.q_len) if bottom else slice(0, rows)
-        fit = PAIRS // (row * max(1, rows))  # heads, of all sequences
-        e = (out.double() - call.truth.out)[:, :, self.rows].square().nan_to_num(0.0, 0.0, 0.0).sum((2, 3))
-        count = min(shape.batch, max(1, fit // shape.heads))
-        self.batches = e.sum(1).topk(count).indices.sort().values
-        kv = min(shape.Hkv, max(2, fit // shape.group))
-        worst = e[self.batches].sum(0).reshape(shape.Hkv, shape.group).sum(1)
-        first = min(int(worst.argmax()) // kv * kv, shape.Hkv - kv) if worst.numel() else 0
-        self.kv, self.q = slice(first, first + kv), slice(first * shape.group, (first + kv) * shape.group)
-
-    def least(self) -> float:
-        """The share a fault must explain: half of an error that is larger than what is expected of two honest runs."""
-        return EXPLAINS if self.total > 4 * self.noise else 0.0
-
-    def _energy(self, x: Tensor) -> float:
-        return float((torch.where(self.weight > 0, x, 0.0) ** 2 * self.weight).sum())
-
-    def _finite(self, twin: Tensor) -> Tensor:
-        return torch.where(torch.isfinite(twin), twin, self.truth)
-
-    def _distance(self, twin: Tensor) -> float:
-        return self._energy(self.out - self._finite(twin))
-
-    def _outputs(self, x: Tensor) -> Tensor:
-        return x[self.batches][:, self.q, self.rows]
-
-    def _stored(self, x: Stored, name: str) -> Stored:
-        heads = self.q if name == "q" else self.kv
-        rows = self.rows if name == "q" else slice(None)
-
-        def cut(t: Tensor) -> Tensor:
-            t = t[self.batches] if t.shape[0] > 1 else t
-            t = t[:, heads] if t.shape[1] > 1 else t
-            return t[:, :, rows] if t.shape[2] > 1 else t
-
-        return replace(x, codes=cut(x.codes), scale=None if x.scale is None else cut(x.scale))
-
-    def _cut(self, call: Call) -> Call:
-        extras = call.extras
-        cut = {}
-        for name in ("mask", "bias"):
-            x = getattr(extras, name)
-            if x is not None:
-                x = x[self.batches] if x.shape[0] > 1 else x
-                x = x[:, self.q] if x.shape[1] > 1 else x
-                cut[name] = x[:, :, self.rows] if x.shape[2] > 1 else x
-        if extras.sinks is not None:
-            cut["sinks"] = extras.sinks[self.q]
-        if extras.kv_lens is not None:
-            cut["kv_lens"] = extras.kv_lens[self.batches]
-        out, lse, row_max = (self._outputs(x) for x in (call.truth.out, call.truth.lse, call.truth.row_max))
-        truth = Truth(out, lse, row_max)
-        k, v = (x[self.batches][:, self.kv] for x in (call.k, call.v))
-        return Call(
-            self._outputs(call.q),
-            k,
-            v,
-            call.spec,
-            Extras(**cut),
-            call.recipe,
-            truth,
-            self._outputs(call.variance),
-        )
-
-    def suspects(self) -> Iterator[_Suspect]:
-        along = project(replace(self.call, variance=1 / self.weight.clamp(min=1e-300)), [self.e])
-        for i, name in enumerate(along.names):
-            f, a = along.f[i], along.a[0][i]
-            power, cross = float((f * f).sum()), float((a * f).sum())
-            if power > 0:
-                yield _Suspect(name, DIRECTIONS[name], cross * cross / power, cross / power, True)
-        for name, what, make in faults(self.subject):
-            yield self._discrete(name, what, make() - self.truth)
-        if self.truth.shape[1] > 1 and self.truth.shape[2] > 1:
-            what = "the output is laid out [B, L, H, E] but read as [B, H, L, E]"
-            yield self._discrete("heads and tokens transposed", what, self.transposed - self.truth)
-        yield from self._one_key(along)
-        if "truncated P" in along.names:
-            for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
-                g = cut_p(self.subject, self.call.recipe, size)
-                yield self._discrete("truncated P", DIRECTIONS["truncated P"], g)
-        yield from self._variants()
-
-    def _one_key(self, along: Projection) -> Iterator[_Suspect]:
-        """The key that explains most when lost or counted twice."""
-        power, _ = key_powers(replace(self.call, variance=1 / self.weight.clamp(min=1e-300)))
-        total = along.key_sum[0]
-        gain = torch.where(power > 0, total * total / power.clamp(min=1e-300), 0.0)
-        if not gain.numel():
-            return
-        key = int(gain.argmax())
-        if float(total[key]) > 0:
-            name, what = f"key {key} lost", f"key {key} is lost"
-            output = self.subject.over(without(self.subject, slice(key, key + 1)))
-        else:
-            name, what = f"key {key} twice", f"key {key} is counted twice"
-            output = doubled(self.subject, slice(key, key + 1))
-        yield self._discrete(name, what, output - self.truth)
-
-    def _discrete(self, name: str, what: str, g: Tensor) -> _Suspect:
-        g = torch.where((self.weight > 0) & torch.isfinite(g), g, 0.0)
-        power, cross = self._energy(g), float((self.e * g * self.weight).sum())
-        return _Suspect(name, what, 2 * cross - power, cross / power if power else 0.0, False)
-
-    def _variants(self) -> Iterator[_Suspect]:
-        """Twins under a recipe that differs in one thing, less the twin of the same arrangement."""
-        for name, what, recipe in variants(self.call.recipe):
-            changed = Twins(self.stored, self.call.spec, recipe, self.call.extras, BLOCKS)
-            for i in range(len(changed)):
-                yield self._discrete(name, what, changed[i] - self.base[i])
-
-    def row_by_row(self) -> _Suspect:
-        """A factor for each row: no fault by itself, but the trace of a denominator that is imprecise. Its gain is less
-        what as many factors find in noise."""
-        along = project(replace(self.call, variance=1 / self.weight.clamp(min=1e-300)), [self.e])
-        i = along.names.index("shrink")
-        a, f = along.a[0][i], along.f[i]
-        a, f = a[f > 0], f[f > 0]
-        gain = float((a * a).sum()) - len(a) - SIGMAS * (2 * len(a)) ** 0.5
-        size = float((a / f).square().mean().sqrt()) if len(a) else 0.0
-        return _Suspect("row sum", "each row is off by a factor of its own, as its sum is", gain, size, True)
+def _least(trial: Trial, found: _Found) -> float:
+    """The share a fault must explain of an error that is larger than what is expected of two honest runs: half of what
+    it could if it were all that is wrong."""
+    return EXPLAINS * found.suspect.explainable if trial.total > 4 * trial.noise else 0.0
 
 
-def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
-    """Recipes one mistake away."""
-    at = dict(recipe.at)
-    if recipe.p_scale != 1:
-        yield "P scale 1", "P is cast without its scale", replace(recipe, p_scale=1.0)
-    if recipe.normalise == "late":
-        other = "after" if recipe.row_sum == "before" else "before"
-        yield f"row sum {other} cast", f"the row sum takes P {other} its cast", replace(recipe, row_sum=other)
-    for fmt in ("fp16", "bf16"):
-        stages = (("acc", "accumulator"), ("row_sum", "running sum"), ("scores_raw", "q·k"), ("probs", "P"))
-        for stage, name in stages:
-            if at.get(stage, recipe.base) == recipe.base:
-                changed = replace(recipe, at={**at, stage: fmt})
-                yield f"{fmt} {name}", f"the {name} is held in {fmt.upper()}", changed
+def _few_elements(trial: Trial, part: Part) -> Diagnosis | None:
+    """Most of the error in a handful of elements: they were written wrong, or not at all."""
+    energy = trial.e.square() * trial.weight
+    top = energy.flatten().topk(min(PLACES, energy.numel()))
+    shares = (top.values / trial.total).cumsum(0)
+    if not len(shares) or float(shares[-1]) < MOST:
+        return None
+    count = int((shares < MOST).sum()) + 1
+    b, h, i, c = unravel(int(top.indices[0]), energy.shape)
+    first = f"b={int(part.batches[b])} h={part.heads.start + h} i={part.rows.start + i} c={c}"
+    what = f"{count} of {energy.numel()} elements {'is' if count == 1 else 'are'} wrong, first {first}"
+    size = float(trial.e[b, h, i, c])
+    return Diagnosis("single elements", what, size, float(top.values[0]) ** 0.5, float(shares[count - 1]))
+
+
+def _nothing(best: _Found | None, trial: Trial, part: Part) -> Diagnosis:
+    where = _concentrated(trial, part)
+    if best is None or best.gain <= 0:
+        return Diagnosis(NOTHING, f"no known fault explains it{where}", 0.0, 0.0, 0.0)
+    share = best.gain / trial.total
+    near = f"; nearest: {best.what} ({best.suspect.name}), {share:.0%}"
+    return Diagnosis(NOTHING, f"no known fault explains it{where}{near}", 0.0, 0.0, share)
+
+
+def _concentrated(trial: Trial, part: Part) -> str:
+    """The rows, heads or channels that hold most of an error, when they are few of many."""
+    energy = trial.e.square() * trial.weight
+    for name, x in (
+        ("rows", energy.sum(-1)),
+        ("heads", energy.sum((2, 3))),
+        ("channels", energy.sum((0, 1, 2))),
+    ):
+        count = max(1, int(FEW * x.numel()))
+        if x.numel() < 1 / FEW:
+            continue
+        top = x.flatten().topk(count)
+        if float(top.values.sum()) < MOST * trial.total:
+            continue
+        first = unravel(int(top.indices[0]), x.shape)
+        if name == "channels":
+            return f"; it lies in few channels, most in c={first[0]}"
+        row = f" i={part.rows.start + first[2]}" if name == "rows" else ""
+        return f"; it lies in few {name}, most in b={int(part.batches[first[0]])} h={part.heads.start + first[1]}{row}"
+    return ""
+
+
+def _equal(best: _Found, other: _Found, tau: float) -> bool:
+    return abs(best.gain - other.gain) < max(tau**2, TIE * max(best.gain, other.gain))
+
+
+def _best(suspects: list[Suspect], part: Part, tau: float) -> list[_Found]:
+    """In the widest scope that explains nearly as much as narrower ones, one for each name, by gain; of those that
+    explain as much as the first, one that is there or not comes first: its size was not fitted."""
+    chosen: list[_Found] = []
+    for scope in ("all", "heads", "rows"):
+        ranked = _ranked([f for s in suspects if (f := _in_scope(s, scope, part, tau)) is not None], tau)
+        if ranked and (not chosen or ranked[0].gain > NARROWER * max(chosen[0].gain, 0.0) + tau**2):
+            chosen = ranked
+    return chosen
+
+
+def _ranked(found: list[_Found], tau: float) -> list[_Found]:
+    best: dict[str, _Found] = {}
+    for f in found:
+        if f.suspect.name not in best or f.gain > best[f.suspect.name].gain:
+            best[f.suspect.name] = f
+    ranked = sorted(best.values(), key=lambda f: -f.gain)
+    return sorted(ranked, key=lambda f: (1, 0.0) if not _equal(ranked[0], f, tau) else (0, f.suspect.fitted))
+
+
+def _in_scope(s: Suspect, scope: str, part: Part, tau: float) -> _Found | None:
+    """The suspect's gain everywhere, or in the heads or rows in which it is significant by itself."""
+    if scope == "all":
+        return _Found(s, float(s.gain(s.power.sum(), s.cross.sum())))
+    if s.power.shape[0] * s.power.shape[1] < 2 and scope == "heads":
+        return None
+    power, cross = (x.sum(-1) if scope == "heads" else x for x in (s.power, s.cross))
+    gains = s.gain(power, cross)
+    # As many tests again, of the difference of two honest runs.
+    hit = gains > 2 * (tau**2 + 2 * math.log(max(gains.numel(), 1)))
+    share = float(hit.double().mean()) if hit.numel() else 0.0
+    # A size of its own in many rows is no place: their denominators are imprecise.
+    if not share or (share == 1 and not s.degrees) or (scope == "rows" and s.degrees and share > FEW):
+        return None
+    narrowed = s.narrowed(hit if scope == "rows" else hit[..., None].expand_as(s.power))
+    return _Found(narrowed, float(gains[hit].sum()), scope, _told(hit, scope, part))
+
+
+def _told(hit: Tensor, scope: str, part: Part) -> str:
+    """Where, in the numbers of the whole call."""
+    count = int(hit.sum())
+    if bool(hit.all()):
+        return f", in each {scope[:-1]} by its own size"
+    places = []
+    for index in hit.nonzero()[:PLACES].tolist():
+        b, h = int(part.batches[index[0]]), part.heads.start + index[1]
+        row = f" i={part.rows.start + index[2]}" if scope == "rows" else ""
+        places.append(f"b={b} h={h}{row}")
+    more = " …" if count > PLACES else ""
+    return f", in {count} of {hit.numel()} {scope} alone ({', '.join(places)}{more})"
+
+
+def _alike(trial: Trial) -> Diagnosis | None:
+    like: Likeness | None = likest(trial)
+    if like is None:
+        return None
+    return Diagnosis(like.name, like.what, 1.0, like.gain**0.5, like.gain / trial.against_truth)
+
+
+def _row_by_row(trial: Trial, tau: float) -> Diagnosis | None:
+    """A factor for each row: no fault by itself, but the trace of a denominator that is imprecise. Its gain is less
+    what as many factors find in noise."""
+    shrink = trial.direction("shrink")
+    power, cross = shrink.power.flatten(), shrink.cross.flatten()
+    power, cross = power[power > 0], cross[power > 0]
+    gain = float((cross * cross / power).sum()) - len(power) - SIGMAS * (2 * len(power)) ** 0.5
+    if gain <= tau**2 or gain < EXPLAINS * trial.total:
+        return None
+    size = float((cross / power).square().mean().sqrt())
+    what = "each row is off by a factor of its own, as its sum is"
+    return Diagnosis("row sum", what, size, gain**0.5, gain / trial.total)

@@ -9,8 +9,9 @@ import torch
 from planted import PLANTS, RECIPES, Kernel, Plant, made, planted
 
 from harness import Status
-from harness.diagnosis import NOTHING, variants
+from harness.diagnosis import NOTHING
 from harness.recipe import get_recipe
+from harness.suspects import variants
 
 QUICK = {
     "scale omitted": "fp16", "key 37 lost": "bf16", "next key leaks": "bf16", "heads swapped": "fp8_e4m3",
@@ -26,7 +27,7 @@ BY_NAME = {p.name: p for p in PLANTS}
 @pytest.mark.parametrize("name", QUICK)
 def test_planted_fault_is_named(name: str) -> None:
     plant = BY_NAME[name]
-    call, out = planted(plant, QUICK[name], plant.masks[-1], size=(1, 4, 128, 32))
+    call, out = planted(plant, QUICK[name], plant.masks[-1], size=(1, 4, 128, 64))
     j = call.judge(out)
     assert j.status is Status.FAIL
     assert j.diagnosis is not None
@@ -82,7 +83,7 @@ def test_variants_differ_from_the_recipe_in_one_thing(recipe: str) -> None:
 
 @pytest.mark.parametrize("align", ["bottom-right", "top-left"])
 def test_part_of_the_rows_keeps_its_positions(align: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)  # 16 rows of 48
+    monkeypatch.setattr("harness.part.PAIRS", 1)  # 16 rows of 48
     call = made((1, 2, 48, 16), "fp32", kv_len=64, causal=True, align=align)
     other = made(
         (1, 2, 48, 16), "fp32", kv_len=64, causal=True, align=({"bottom-right", "top-left"} - {align}).pop()
@@ -97,7 +98,7 @@ def test_part_of_the_rows_keeps_its_positions(align: str, monkeypatch: pytest.Mo
 
 
 def test_part_takes_the_sequences_and_heads_that_err(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.diagnosis.PAIRS", 16 * 24 * 2)  # two heads of one sequence
+    monkeypatch.setattr("harness.part.PAIRS", 16 * 24 * 2)  # two heads of one sequence
     call = made((2, 4, 24, 16), "fp32", extras={"sinks": torch.full((4,), 1.0)})
     out, wrong = Kernel()(call), Kernel(sinks=False)(call)
     out[1, 2:] = wrong[1, 2:]
@@ -111,7 +112,7 @@ def test_size_of_a_degree_is_fitted_to_all_rows(monkeypatch: pytest.MonkeyPatch)
     call = made((1, 2, 64, 32), "bf16")
     out = Kernel(scale=1.01)(call)
     whole = call.judge(out).diagnosis
-    monkeypatch.setattr("harness.diagnosis.PAIRS", 1)
+    monkeypatch.setattr("harness.part.PAIRS", 1)
     part = call.judge(out).diagnosis
     assert whole is not None
     assert part is not None

@@ -1,0 +1,218 @@
+"""What is suspected of an error: the directions, the faults that are there or not, and twins of other recipes, each
+with what it explains row by row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
+from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, without
+from harness.formats import get_format
+from harness.part import Part
+from harness.quantize import Stored
+from harness.recipe import Recipe
+from harness.twins import Twins
+
+CUT = (0.25, 2.0)  # sizes of a truncation: it is there (1) or not
+CUT_EXPLAINS = (
+    0.6  # of the error of a cut result, whose place within its ulp is anywhere: mean² ÷ mean square
+)
+FITS = 4  # steps to the size of a scale that is far off
+FAR = 0.02  # log scale from which a direction is no longer straight
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """`power` Σg²/σ² and `cross` Σeg/σ² of each row `[B, H, rows]`. `degrees`: its size is fitted to them; `tried`: the
+    size whose output g is. `explainable`: the share of the error that it explains if it is all that is wrong."""
+
+    name: str
+    what: str
+    power: Tensor
+    cross: Tensor
+    degrees: bool
+    explainable: float = 1.0
+    tried: float | None = None
+
+    def gain(self, power: Tensor, cross: Tensor) -> Tensor:
+        """What it explains where these are its sums."""
+        if not self.degrees:
+            return 2 * cross - power
+        fit = torch.where(power > 0, cross / power.clamp(min=1e-300), 0.0)
+        cut = (fit >= CUT[0]) & (fit <= CUT[1])
+        whole = cross * fit
+        return torch.where(cut, whole, 0.0) if self.name.startswith("truncated") else whole
+
+    @property
+    def size(self) -> float:
+        if self.tried is not None:
+            return self.tried
+        power = float(self.power.sum())
+        return float(self.cross.sum()) / power if power else 0.0
+
+    @property
+    def fitted(self) -> float:
+        """How free its size is: 0 of what is there or not, ½ of a cut that fits as one, 1."""
+        if self.name.startswith("truncated") and 0.8 < self.size < 1.2:
+            return 0.5
+        return float(self.degrees or self.tried is not None)
+
+    def narrowed(self, hit: Tensor) -> Suspect:
+        return replace(self, power=self.power * hit, cross=self.cross * hit)
+
+
+class Trial:
+    """A part of a call, its error less that of the nearest twin, and all that is suspected of it."""
+
+    def __init__(self, part: Part, call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored]) -> None:
+        self.call = part.call(call)
+        q, k, v = (part.stored(x, name) for x, name in zip(stored, "qkv", strict=True))
+        self.stored = (q, k, v)
+        whole = call.truth.out
+        self.transposed = part.outputs(whole.transpose(1, 2).reshape(whole.shape))
+        self.subject = Subject(
+            self.call.q, self.call.k, self.call.v, self.call.spec, self.call.extras, (q.scale, k.scale, v.scale),
+            part.rows.start, call.shape.q_len,
+        )  # fmt: skip
+        self.truth, out = self.call.truth.out, part.outputs(out.double())
+        usable = torch.isfinite(self.call.variance) & torch.isfinite(out) & torch.isfinite(self.truth)
+        variance = torch.where(usable, self.call.variance, 0.0)
+        variance = torch.maximum(variance, 1e-3 * variance.mean(-1, keepdim=True))
+        self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
+        self.out = torch.where(usable, out, self.truth.nan_to_num(0.0, 0.0, 0.0))
+        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
+        twin = min((self.base[i] for i in range(len(self.base))), key=self._distance)
+        self.e = torch.where(self.weight > 0, self.out - self._finite(twin), 0.0)
+        self.total = self._energy(self.e)
+        self.noise = float((self.weight > 0).sum())
+
+    @cached_property
+    def against_truth(self) -> float:
+        """Σe²/σ² of the error itself, no twin's taken off."""
+        return self._energy(self.out - self.truth.nan_to_num(0.0, 0.0, 0.0))
+
+    def _energy(self, x: Tensor) -> float:
+        return float((torch.where(self.weight > 0, x, 0.0) ** 2 * self.weight).sum())
+
+    def _finite(self, twin: Tensor) -> Tensor:
+        return torch.where(torch.isfinite(twin), twin, self.truth)
+
+    def _distance(self, twin: Tensor) -> float:
+        return self._energy(self.out - self._finite(twin))
+
+    @cached_property
+    def weighed(self) -> Call:
+        """The part under variances that are all usable."""
+        return replace(self.call, variance=1 / self.weight.clamp(min=1e-300))
+
+    @cached_property
+    def along(self) -> Projection:
+        return project(self.weighed, [self.e])
+
+    def suspects(self) -> Iterator[Suspect]:
+        for name in self.along.names:
+            yield self.direction(name)
+        yield from self._far_scale()
+        for name, what, make in faults(self.subject):
+            yield self.discrete(name, what, make() - self.truth)
+        if self.truth.shape[1] > 1 and self.truth.shape[2] > 1:
+            what = "the output is laid out [B, L, H, E] but read as [B, H, L, E]"
+            yield self.discrete("heads and tokens transposed", what, self.transposed - self.truth)
+        yield from self._one_key()
+        if "truncated P" in self.along.names:
+            for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
+                g = cut_p(self.subject, self.call.recipe, size)
+                yield self.discrete("truncated P", DIRECTIONS["truncated P"], g)
+        yield from self._variants()
+
+    def direction(self, name: str) -> Suspect:
+        i = self.along.names.index(name)
+        f, a = (x.view(self.truth.shape[:3]) for x in (self.along.f[i], self.along.a[0][i]))
+        share = CUT_EXPLAINS if name == "truncated O" else 1.0
+        return Suspect(name, DIRECTIONS[name], f * f, a * f, True, share)
+
+    def discrete(self, name: str, what: str, g: Tensor) -> Suspect:
+        g = torch.where((self.weight > 0) & torch.isfinite(g), g, 0.0)
+        weighed = g * self.weight
+        return Suspect(name, what, (g * weighed).sum(-1), (self.e * weighed).sum(-1), False)
+
+    def _far_scale(self) -> Iterator[Suspect]:
+        """The scale again, where its direction is no longer straight: the size that explains most, by secant steps."""
+        first, spec = self.direction("scale"), self.call.spec
+        scale, theta = spec.scale_for(self.subject.q.shape[3]), first.size
+        if (
+            not scale
+            or abs(theta) < FAR
+            or float(first.gain(first.power.sum(), first.cross.sum())) < 0.2 * self.total
+        ):
+            return
+        theta = max(-2.0, min(2.0, theta))
+        best = None
+        for _ in range(FITS):
+            g, h = (
+                self.subject.run(replace(spec, scale=scale * math.exp(t))) - self.truth
+                for t in (theta, theta + 1e-3)
+            )
+            found = self.discrete("scale", DIRECTIONS["scale"], g)
+            gain = float(found.gain(found.power.sum(), found.cross.sum()))
+            if best is None or gain > best[0]:
+                best = (gain, theta, found)
+            step = torch.where(self.weight > 0, (h - g) / 1e-3, 0.0)  # ∂o/∂θ: Gauss and Newton's step
+            power = float((step * step * self.weight).sum())
+            theta += float(((self.e - g) * step * self.weight).sum()) / power if power else 0.0
+            theta = max(-4.0, min(4.0, theta))
+        assert best is not None
+        yield replace(best[2], tried=best[1])
+
+    def _one_key(self) -> Iterator[Suspect]:
+        """The key that explains most when lost or counted twice."""
+        power, _ = key_powers(self.weighed)
+        total = self.along.key_sum[0]
+        gain = torch.where(power > 0, total * total / power.clamp(min=1e-300), 0.0)
+        if not gain.numel():
+            return
+        key = int(gain.argmax())
+        if float(total[key]) > 0:
+            name, what = f"key {key} lost", f"key {key} is lost"
+            output = self.subject.over(without(self.subject, slice(key, key + 1)))
+        else:
+            name, what = f"key {key} twice", f"key {key} is counted twice"
+            output = doubled(self.subject, slice(key, key + 1))
+        yield self.discrete(name, what, output - self.truth)
+
+    def _variants(self) -> Iterator[Suspect]:
+        """Twins under a recipe that differs in one thing, less the twin of the same arrangement."""
+        for name, what, recipe in variants(self.call.recipe):
+            changed = Twins(self.stored, self.call.spec, recipe, self.call.extras, BLOCKS)
+            for i in range(len(changed)):
+                yield self.discrete(name, what, changed[i] - self.base[i])
+
+
+def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
+    """Recipes one mistake away."""
+    at = dict(recipe.at)
+    if recipe.p_scale != 1:
+        yield "P scale 1", "P is cast without its scale", replace(recipe, p_scale=1.0)
+    if recipe.normalise == "late":
+        other = "after" if recipe.row_sum == "before" else "before"
+        yield f"row sum {other} cast", f"the row sum takes P {other} its cast", replace(recipe, row_sum=other)
+    stages = {
+        "acc": "accumulator",
+        "row_sum": "running sum",
+        "scores_raw": "q·k",
+        "probs": "P",
+        "out": "output",
+    }
+    for fmt in ("fp16", "bf16", "fp8_e4m3"):
+        for stage, name in stages.items():
+            if fmt == "fp8_e4m3" and stage not in ("probs", "out"):
+                continue
+            if get_format(fmt).precision < get_format(recipe.format_of(stage)).precision:
+                changed = replace(recipe, at={**at, stage: fmt})
+                yield f"{fmt} {name}", f"the {name} is held in {fmt.upper()}", changed
