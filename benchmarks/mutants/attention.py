@@ -267,8 +267,8 @@ class Attention:
 
 
 class Pages:
-    """A paged cache: token t in slot t mod 16 of block table[t // 16], blocks in shuffled order. What is not written yet
-    holds another request's tokens."""
+    """A paged cache: token t in slot t mod 16 of block table[t // 16], blocks in shuffled order. What is not written
+    yet holds another request's tokens."""
 
     def __init__(self, k: Tensor, v: Tensor) -> None:
         pages = -(-k.shape[2] // PAGE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from benchmarks.mutants.attention import PAGE, Attention, Pages
@@ -29,7 +28,9 @@ def _late(self: Pages, start: int, k: Tensor, v: Tensor) -> None:
 
 
 def _k_alone(self: Pages, start: int, k: Tensor, v: Tensor) -> None:
-    Pages.write(self, start, k, v if k.shape[2] > 1 else self.pool[1][:, :, self.slots(start, start + k.shape[2])])
+    Pages.write(
+        self, start, k, v if k.shape[2] > 1 else self.pool[1][:, :, self.slots(start, start + k.shape[2])]
+    )
 
 
 def _one_back(self: Pages, start: int, k: Tensor, v: Tensor) -> None:
@@ -88,20 +89,21 @@ def _short(self: Attention, rows: slice) -> Tensor:
     return Attention.position(self, rows) - (rows.stop - rows.start == 1) * 1
 
 
+# fmt: off
 add("token written late", "a step attends before its own token is in the cache", DECODE, _cache(write=_late),
-    "last key; stale last key")
-add("V not appended", "steps append K and not V", DECODE, _cache(write=_k_alone), "stale last V; last key")
+    "last key; right − 1")
+add("V not appended", "steps append K and not V", DECODE, _cache(write=_k_alone))
 add("slot one back", "a step's token overwrites the one before", DECODE, _cache(write=_one_back))
 add("last slot of a page", "steps never write the last slot of a page", DECODE, _cache(write=_same_slot))
-add("pages swapped", "V is read through a table with two entries exchanged", DECODE, _cache(read=_swapped),
-    "V blocks of 16 swapped")
+add("pages swapped", "V is read through a table with two entries exchanged", DECODE, _cache(read=_swapped))
 add("last page stale", "the newest page is read from the oldest", "decode/causal decode/decode",
     _cache(read=_stale_page), "stale block of 16")
 add("evicted a step early", "the oldest token is overwritten by the second", "decode/heavy decode/causal",
     _cache(read=_first_lost), "key 0 lost; first key")
 add("cache in E4M3", "K and V go through an unscaled E4M3 cache", "decode/causal decode/decode",
-    _cache(read=_through_e4m3), "k and v in fp8", recipes=("fp32", "bf16", "fp16"), random=True)
+    _cache(read=_through_e4m3), recipes=("fp32", "bf16", "fp16"), random=True)
 add("cache of sequence 0", "all sequences read the first one's cache", "decode/decode decode/lengths",
-    _cache(read=_of_sequence_0), "K and V of sequence 0")
+    _cache(read=_of_sequence_0))
 add("step length one short", "steps see one key less", "decode/causal decode/decode", {"position": _short},
     "last key; right − 1")
+# fmt: on

@@ -101,7 +101,7 @@ def _prescaled_q(self: Attention) -> None:
     fmt = self.recipe.storage["q"]
     x = self.q * Attention.scale(self)
     x = x * 2.0 ** -(torch.floor(torch.log2(x.abs().amax())) - 8) if fmt == "fp8_e4m3" else x
-    self.back = Attention.scale(self) * float((self.q.abs().amax() / x.abs().amax()))
+    self.back = Attention.scale(self) * float(self.q.abs().amax() / x.abs().amax())
     self.q = x if fmt == self.recipe.base else round_to(x, fmt)
 
 
@@ -115,6 +115,7 @@ def _coarse_out(self: Attention, x: Tensor, stage: str) -> Tensor:
     return round_to(x, {"fp32": "bf16", "fp16": "bf16"}[self.recipe.name])
 
 
+# fmt: off
 add("P cut", "P is truncated to its format", "online/full naive/causal split/mean online/heavy", _cut_at("probs"),
     "truncated P", recipes=NARROW, keeps=("probs",))
 add("O cut", "the output is truncated to its format", "online/full naive/causal decode/causal", _cut_at("out"),
@@ -134,14 +135,14 @@ add("l from rounded P", "l sums P after its cast", "online/full naive/causal onl
 add("P in BF16", "P is cast to BF16", "online/full naive/causal", _p_in("bf16"), "bf16 P",
     recipes=("fp32", "fp16"), keeps=("probs",), random=True)
 add("P in E4M3", "P is cast to E4M3 under a scale of 256", "online/full naive/causal", _p_in("fp8_e4m3", 256.0),
-    "fp8 P", recipes=("fp32", "bf16", "fp16"), keeps=("probs",), random=True)
+    recipes=("fp32", "bf16", "fp16"), keeps=("probs",), random=True)
 add("P flushed", "P is cast to E4M3 without its scale", "online/heavy naive/sinks online/full online/long",
     _p_in("fp8_e4m3", 1.0), "P scale 1", recipes=FP8, keeps=("probs",))
 add("P saturates", "P × 512 is cast to E4M3: what exceeds 0.875 is clipped", "online/full naive/heavy",
     {"probs": _unclamped, "p_scale": lambda self: 512.0}, recipes=FP8, keeps=("probs",))
 add("P scale not undone", "O is divided by 1 and not by 256", "online/full decode/causal",
     {"divided": lambda self, state: _times(Attention.divided(self, state), self.recipe.p_scale)},
-    "shrink; P scale not undone", recipes=FP8)
+    "shrink", recipes=FP8)
 add("P scale of 224 undone as 256", "P is scaled by 224 and O divided by 256", "online/full naive/causal",
     {"divided": lambda self, state: _times(Attention.divided(self, state), 224 / 256)}, "shrink", recipes=FP8)
 add("scores in BF16", "q·k is stored in BF16", "online/full naive/causal", _scores_in("bf16"), "bf16 q·k",
@@ -149,17 +150,17 @@ add("scores in BF16", "q·k is stored in BF16", "online/full naive/causal", _sco
 add("scores in FP16", "q·k is stored in FP16", "online/full naive/peaked", _scores_in("fp16"), "fp16 q·k",
     random=True)
 add("exponent in BF16", "s − m and its exp are stored in BF16", "online/full naive/causal", _step_in("bf16"),
-    "bf16 exp; bf16 P", random=True)
-add("V through BF16", "V is rounded to BF16", "online/full naive/causal", _through("v", "bf16"), "v in bf16",
+    "bf16 P", random=True)
+add("V through BF16", "V is rounded to BF16", "online/full naive/causal", _through("v", "bf16"),
     recipes=("fp32", "fp16"), random=True)
-add("K through TF32", "K is rounded to TF32", "online/full naive/causal", _through("k", "tf32"), "k in tf32",
+add("K through TF32", "K is rounded to TF32", "online/full naive/causal", _through("k", "tf32"),
     recipes=("fp32",), random=True)
 add("V through E4M3", "V goes through an unscaled E4M3 cache", "decode/causal online/full", _through("v", "fp8_e4m3"),
-    "v in fp8", recipes=("fp32", "bf16", "fp16"), random=True)
+    recipes=("fp32", "bf16", "fp16"), random=True)
 add("q scaled before it is stored", "q·scale is rounded to the storage format", "online/wide naive/wide",
-    {"prepare": _prescaled_q, "scale": lambda self: self.back}, "q in bf16", recipes=NARROW, random=True)
+    {"prepare": _prescaled_q, "scale": lambda self: self.back}, recipes=NARROW, random=True)
 add("output in BF16", "the output is rounded to BF16", "online/full decode/causal", {"rounded": _coarse_out},
-    "bf16 output", recipes=("fp32", "fp16"), keeps=("out",), random=True)
+    recipes=("fp32", "fp16"), keeps=("out",), random=True)
 for tensor in "qkv":
     add(f"{tensor} not descaled", f"the scale of {tensor} is left out", "online/full naive/causal",
         _scales(tensor, torch.ones_like), f"{tensor} not descaled", recipes=FP8)
@@ -170,11 +171,11 @@ add("v scale of head 0", "all heads take the scale of v of head 0", "online/full
 add("k scale of head 0", "all heads take the scale of k of head 0", "online/full naive/causal",
     _scales("k", lambda s: s[:, :1].expand_as(s)), "scale of k of head 0", recipes=FP8)
 add("v of head 1 not descaled", "one head's scale of v is left out", "online/full decode/causal",
-    _scales("v", _one_head), "v not descaled of head 1; v not descaled", recipes=FP8)
+    _scales("v", _one_head), recipes=FP8)
 add("v scale through BF16", "the scale of v is rounded to BF16", "online/full naive/causal",
     _scales("v", lambda s: round_to(s, "bf16")), "shrink", recipes=FP8)
+# fmt: on
 
 
 def _times(x: tuple[Tensor, Tensor], factor: float) -> tuple[Tensor, Tensor]:
     return x[0] * factor, x[1]
-

@@ -6,7 +6,7 @@ A fault moves the output by g (FP64, its formula alone), where rounding alone gi
 
 it is above the limit when one of these holds, for the thresholds of `harness.significance` (α = 1e-6 a judgement):
 
-    size       √(mean of r over the tensor, a head, 32 rows or a row) > that level's limit, or |g|/σ of an element > its own
+    size       √(mean of r over the tensor, a head, 32 rows or a row) > that level's limit, or |g|/σ of an element > its
     bias       T* = Σω f/√Σω²(f² + 2) > τ + 3, and its size > what honest kernels show
     scatter    the same for the noise of a fault that is noise, along the directions the judge looks in
 

@@ -28,8 +28,8 @@ def _mean(self: Attention, lses: Tensor) -> Tensor:
     return (lses > -math.inf).to(lses)
 
 
-def _of_part_0(self: Attention, lses: Tensor) -> Tensor:
-    return Attention.weights(self, lses[:1].expand_as(lses))
+def _of_next(self: Attention, lses: Tensor) -> Tensor:
+    return Attention.weights(self, lses.roll(-1, 0))
 
 
 def _l_of_parts(self: Attention, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
@@ -70,31 +70,28 @@ def _last_lse(self: Attention, lses: Tensor) -> Tensor:
     return lses[-1]
 
 
-add("parts averaged", "parts are averaged with equal weights", SPLIT, _weights(_mean), "parts averaged, 4 parts")
-add("weights of part 0", "all parts take the lse of the first", "split/full split/causal", _weights(_of_part_0),
-    "parts averaged, 4 parts")
-add("max left out of lse", "parts are weighed by l without their max", SPLIT, {"partial": _l_of_parts},
-    "max left out of lse, 4 parts")
+# fmt: off
+add("parts averaged", "parts are averaged with equal weights", SPLIT, _weights(_mean))
+add("weights one part off", "parts take the lse of the next one", SPLIT, _weights(_of_next))
+add("max left out of lse", "parts are weighed by l without their max", SPLIT, {"partial": _l_of_parts})
 add("lse to base 2", "a lse to base e is merged as one to base 2", SPLIT,
-    _weights(lambda self, lses: torch.exp2(lses - lses.amax(0).masked_fill(lses.amax(0) == -math.inf, 0.0))),
-    "lse to base 2, 4 parts")
+    _weights(lambda self, lses: torch.exp2(lses - lses.amax(0).masked_fill(lses.amax(0) == -math.inf, 0.0))))
 add("last part lost", "the last part is not merged", SPLIT, _parts(lambda p: p[:-1]), "last block of 64 lost")
 add("part merged twice", "the first part is merged twice", SPLIT, _parts(lambda p: [p[0], *p]),
     "first block of 64 twice")
 add("key at the border twice", "the last key of a part is in the next one too", SPLIT,
-    _parts(lambda p: [p[0], *(slice(x.start - 1, x.stop) for x in p[1:])]), "keys at borders twice")
+    _parts(lambda p: [p[0], *(slice(x.start - 1, x.stop) for x in p[1:])]))
 add("key at the border lost", "the first key of a part is lost", SPLIT,
-    _parts(lambda p: [p[0], *(slice(x.start + 1, x.stop) for x in p[1:])]), "keys at borders lost")
+    _parts(lambda p: [p[0], *(slice(x.start + 1, x.stop) for x in p[1:])]))
 add("partials in BF16", "partial outputs are stored in BF16", "split/full split/mean split/causal",
-    _partial_in("bf16"), "bf16 partials", random=True)
+    _partial_in("bf16"), random=True)
 add("partials in FP16", "partial outputs are stored in FP16", "split/full split/mean", _partial_in("fp16"),
-    "fp16 partials", random=True)
-add("lse in BF16", "lse of the parts is stored in BF16", "split/full split/causal", _lse_in("bf16"), "bf16 lse",
     random=True)
-add("lse in FP16", "lse of the parts is stored in FP16", "split/full split/causal", _lse_in("fp16"), "fp16 lse",
-    random=True)
+add("lse in BF16", "lse of the parts is stored in BF16", "split/full split/causal", _lse_in("bf16"), random=True)
+add("lse in FP16", "lse of the parts is stored in FP16", "split/full split/causal", _lse_in("fp16"), random=True)
 add("sink in every part", "every part counts the sink", "split/sinks",
-    {"partial": _sink_each, "weights": _sink_is_in}, "sink twice; sink in every part; sink")
+    {"partial": _sink_each, "weights": _sink_is_in}, "sink twice; sink")
 add("lse not merged", "the lse that is returned is the last part's", SPLIT, {"merged_lse": _last_lse}, of_lse=True)
 add("lse returned to base 2", "the lse that is returned is to base 2", SPLIT,
     {"merged_lse": lambda self, lses: Attention.merged_lse(self, lses) / math.log(2)}, of_lse=True)
+# fmt: on

@@ -155,7 +155,11 @@ def transformer_engine(out: Tensor, f: Field) -> bool | None:
 def vllm(out: Tensor, f: Field) -> bool | None:
     if f.recipe == "fp32":
         return None
-    return close(out, f.unquantised, 1.5e-1, 1.5e-1) if f.recipe == "fp8_e4m3" else close(out, f.lp, 1e-2, 1.5e-2)
+    return (
+        close(out, f.unquantised, 1.5e-1, 1.5e-1)
+        if f.recipe == "fp8_e4m3"
+        else close(out, f.lp, 1e-2, 1.5e-2)
+    )
 
 
 def kernelbench(out: Tensor, f: Field) -> bool | None:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,9 @@ def units(full: bool = True) -> list[Unit]:
     table = list(mutants().values())
     if not full:
         found = [Unit(m.name, *m.runs[0], m.recipes[i % len(m.recipes)]) for i, m in enumerate(table)]
-        found += [Unit(HONEST, a, c, r) for a in ARRANGEMENTS for c in ("full", "causal", "sinks") for r in RECIPES]
+        found += [
+            Unit(HONEST, a, c, r) for a in ARRANGEMENTS for c in ("full", "causal", "sinks") for r in RECIPES
+        ]
         return found + [Unit(SDPA, "fused", c, r) for c in ("full", "causal") for r in RECIPES[:3]]
     found = [Unit(m.name, *run, r) for m in table for run in m.runs for r in m.recipes]
     found += [Unit(HONEST, a, c, r) for c in CASES for a in ARRANGEMENTS for r in RECIPES]
@@ -78,21 +80,29 @@ class Bar:
 
     def __init__(self, case: str, recipe: str) -> None:
         self.call = made(case, recipe)
-        self.docket = Docket(self.call.stored, self.call.spec, self.call.extras, self.call.recipe, self.call.exact)
+        self.docket = Docket(
+            self.call.stored, self.call.spec, self.call.extras, self.call.recipe, self.call.exact
+        )
         self.field = Field(self.call)
         self.table = mutants()
 
-    def records(self, batch: Sequence[Unit]) -> Iterator[dict[str, Any]]:
+    def records(
+        self, batch: Sequence[Unit], named: Callable[[Unit], bool] = lambda unit: True
+    ) -> Iterator[dict[str, Any]]:
+        """`named`: whose fault is looked for, which takes most of the time."""
         outs = [output(u, self.call, self.table) for u in batch]
         found = self.docket.verdicts([o for o, _ in outs], [BLACK_BOX] * len(outs))
         for unit, (out, lse), verdict in zip(batch, outs, found, strict=True):
             mutant = self.table.get(unit.name)
             given = lse if mutant is not None and mutant.of_lse else None
-            j = self.docket.judgement(out, verdict, given, BLACK_BOX, self.docket.hazards())
+            j = self.docket.judgement(
+                out, verdict, given, BLACK_BOX, self.docket.hazards(), precise=named(unit)
+            )
             said: dict[str, Any] = {"status": j.status.value, "t": _short(j.margins.statistic),
                                     "along": j.margins.direction, "ratio": _short(j.margins.ratio)}  # fmt: skip
             if j.status.value != "PASS":
                 said["why"] = "; ".join(j.reasons)[:200]
+            said["named"] = named(unit)
             if j.diagnosis is not None:
                 d = j.diagnosis
                 said |= {"fault": d.fault, "rivals": list(d.rivals), "size": _short(d.size),
@@ -134,8 +144,10 @@ def read(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def run(path: Path, wanted: Sequence[Unit], fresh: bool = False) -> list[dict[str, Any]]:
-    """Records of all wanted units: those of the file, and the rest run now and appended to it."""
+def run(path: Path, wanted: Sequence[Unit], fresh: bool = False, every: int = 1) -> list[dict[str, Any]]:
+    """Records of all wanted units: those of the file, and the rest run now and appended to it. The fault of one unit in
+    `every` is named."""
+    named = set(wanted[::every])
     if fresh:
         path.unlink(missing_ok=True)
     records = read(path)
@@ -150,7 +162,7 @@ def run(path: Path, wanted: Sequence[Unit], fresh: bool = False) -> list[dict[st
         for (case, recipe), members in groups.items():
             court = Bar(case, recipe)
             for start in range(0, len(members), BATCH):
-                for record in court.records(members[start : start + BATCH]):
+                for record in court.records(members[start : start + BATCH], named.__contains__):
                     append(path, record)
                     records.append(record)
                     bar.update()

@@ -19,7 +19,8 @@ class Mutant:
     """One wrong implementation: methods of `Attention` replaced by `edit`, on some runs and recipes.
 
     `names`: what a diagnosis may call it; none: it has no name for this. `keeps`: stages whose rounding is part of the
-    fault. `random`: the fault is noise and not a bias. `of_lse`: the output is right and the lse is not."""
+    fault. `random`: the fault is noise and not a bias. `ranged`: the formula is right and its numbers leave their
+    format. `of_lse`: the output is right and the lse is not."""
 
     name: str
     what: str
@@ -29,6 +30,7 @@ class Mutant:
     recipes: tuple[str, ...] = RECIPES
     keeps: tuple[str, ...] = ()
     random: bool = False
+    ranged: bool = False
     of_lse: bool = False
 
     def kernel(self) -> type[Attention]:
@@ -42,9 +44,9 @@ class Mutant:
         return self.kernel()(call, arrangement).run()
 
     def effect(self, call: Call, arrangement: str) -> tuple[Tensor, Tensor]:
-        """What the fault alone moves output and lse by, in FP64."""
+        """What the fault alone moves output and lse by, in FP64; where it is one of range, under the recipe."""
         wrong, right = (
-            cls(call, arrangement, exact=True).run() for cls in (self.kernel(), self.honest())
+            cls(call, arrangement, exact=not self.ranged).run() for cls in (self.kernel(), self.honest())
         )
         return wrong[0] - right[0], wrong[1] - right[1]
 
