@@ -14,8 +14,9 @@ from torch import Tensor
 from benchmarks.mutants import rules, study
 from benchmarks.mutants.attention import ARRANGEMENTS, Attention
 from benchmarks.mutants.calls import CASES, RECIPES, made
+from benchmarks.mutants.figure import svg
 from benchmarks.mutants.limit import _bias, _scatter, limit
-from benchmarks.mutants.report import is_above, markdown, naming, rejects, svg
+from benchmarks.mutants.report import is_above, markdown, naming, rejects
 from benchmarks.mutants.study import HONEST, SDPA, Bar, Unit, read, run, units
 from benchmarks.mutants.table import family_of, mutants
 from harness.error_model import BLACK_BOX

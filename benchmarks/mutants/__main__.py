@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.mutants.report import OURS, is_above, is_mutant, markdown, naming, rejects, svg
+from benchmarks.mutants.figure import svg
+from benchmarks.mutants.report import OURS, is_above, is_mutant, markdown, naming, rejects
 from benchmarks.mutants.study import run, units
 from harness.files import write_atomically
 

@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.mutants.calls import Call
+from benchmarks.mutants.pages import Pages
 from harness.rounding import round_to
 
 ARRANGEMENTS = ("naive", "triangle", "online", "decode", "split")
-BLOCK, STEPS, SPLITS, PAGE = 64, 32, 4, 16
+BLOCK, STEPS, SPLITS = 64, 32, 4
 State = tuple[Tensor, Tensor, Tensor]  # m, l and O of some rows
 
 
@@ -140,7 +141,7 @@ class Attention:
     def start(self, rows: slice) -> State:
         b, h = self.q.shape[:2]
         m = self.q.new_full((b, h, rows.stop - rows.start, 1), -math.inf)
-        l, o = torch.zeros_like(m), self.q.new_zeros(*m.shape[:3], self.v.shape[3])  # noqa: E741
+        l, o = torch.zeros_like(m), self.q.new_zeros(*m.shape[:3], self.v.shape[3])
         sink = None if self.arrangement == "split" else self.sink()
         return (m, l, o) if sink is None else (sink.expand_as(m).clone(), torch.ones_like(m), o)
 
@@ -163,7 +164,7 @@ class Attention:
     def summed(self, e: Tensor, p: Tensor) -> Tensor:
         return e.sum(-1, keepdim=True)
 
-    def add_l(self, a: Tensor, l: Tensor, part: Tensor) -> Tensor:  # noqa: E741
+    def add_l(self, a: Tensor, l: Tensor, part: Tensor) -> Tensor:
         return a * l + part
 
     def add_o(self, a: Tensor, o: Tensor, part: Tensor) -> Tensor:
@@ -174,13 +175,13 @@ class Attention:
 
     def step(self, state: State, rows: slice, keys: slice) -> State:
         """One block of keys."""
-        m, l, o = state  # noqa: E741
+        m, l, o = state
         s = self.scores(rows, keys)
         new = self.top(s, m)
         base = new.masked_fill(new == -math.inf, 0.0)
         e, a = self.exp(s - base), self.factor(m, base)
         p = self.probs(e)
-        l = self.add_l(a, l, self.summed(e, p))  # noqa: E741
+        l = self.add_l(a, l, self.summed(e, p))
         return new, l, self.add_o(a, o, self.product(p, keys))
 
     def stream(self, rows: slice, keys: slice, block: int) -> State:
@@ -191,7 +192,7 @@ class Attention:
 
     def divided(self, state: State) -> tuple[Tensor, Tensor]:
         """O / l with all scales undone, and lse; a row without keys is 0."""
-        m, l, o = state  # noqa: E741
+        m, l, o = state
         o = o / self.p_scale() * self.descaled("v")
         return o / torch.where(l == 0, 1.0, l), (m + l.log())[..., 0]
 
@@ -264,28 +265,6 @@ class Attention:
         total = w.sum(0)
         out = (w * o).sum(0) / torch.where(total == 0, 1.0, total)
         return self.rounded(out, "out"), self.merged_lse(lse)
-
-
-class Pages:
-    """A paged cache: token t in slot t mod 16 of block table[t // 16], blocks in shuffled order. What is not written
-    yet holds another request's tokens."""
-
-    def __init__(self, k: Tensor, v: Tensor) -> None:
-        pages = -(-k.shape[2] // PAGE)
-        self.table = torch.randperm(pages, generator=torch.Generator().manual_seed(5))
-        self.pool = [torch.nn.functional.pad(x.flip(2), (0, 0, 0, pages * PAGE - x.shape[2])) for x in (k, v)]
-
-    def slots(self, start: int, stop: int) -> Tensor:
-        t = torch.arange(start, stop)
-        return self.table[t // PAGE] * PAGE + t % PAGE
-
-    def write(self, start: int, k: Tensor, v: Tensor) -> None:
-        for pool, new in zip(self.pool, (k, v), strict=True):
-            pool[:, :, self.slots(start, start + new.shape[2])] = new
-
-    def read(self, stop: int) -> tuple[Tensor, Tensor]:
-        k, v = (pool[:, :, self.slots(0, stop)] for pool in self.pool)
-        return k, v
 
 
 def cut(x: Tensor, rows: slice, keys: slice) -> Tensor:

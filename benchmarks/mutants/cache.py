@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
-from benchmarks.mutants.attention import PAGE, Attention, Pages
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.attention import Attention
+from benchmarks.mutants.pages import PAGE, Pages
+from benchmarks.mutants.table import Edit, Family
 
 FAMILY = Family("cache")
 add = FAMILY.add
 DECODE = "decode/causal decode/gqa decode/decode"
 
 
-def _cache(**edit):  # type: ignore[no-untyped-def]
+def _cache(**edit: Any) -> Edit:
     kind = type("Wrong", (Pages,), edit)
     return {"cache": lambda self: kind(self.k, self.v)}
 

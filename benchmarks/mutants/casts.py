@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from benchmarks.mutants.attention import Attention
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.table import Edit, Family
 from harness.rounding import round_to, ulp
 
 FAMILY = Family("casts")
@@ -22,7 +24,7 @@ def _cut(x: Tensor, fmt: str) -> Tensor:
     return torch.where(near.abs() > x.abs(), near - spacing * near.sign(), near)
 
 
-def _cut_at(stage: str):  # type: ignore[no-untyped-def]
+def _cut_at(stage: str) -> Edit:
     def rounded(self: Attention, x: Tensor, at: str) -> Tensor:
         if at != stage or (self.exact and stage not in self.keeps):
             return Attention.rounded(self, x, at)
@@ -31,7 +33,7 @@ def _cut_at(stage: str):  # type: ignore[no-untyped-def]
     return {"rounded": rounded}
 
 
-def _held(l: str | None = None, o: str | None = None):  # type: ignore[no-untyped-def]  # noqa: E741
+def _held(l: str | None = None, o: str | None = None) -> Edit:
     """Sums held in a format between blocks."""
     edit = {}
     if l is not None:
@@ -41,7 +43,7 @@ def _held(l: str | None = None, o: str | None = None):  # type: ignore[no-untype
     return edit
 
 
-def _serial_l(fmt: str, step: int):  # type: ignore[no-untyped-def]
+def _serial_l(fmt: str, step: int) -> Edit:
     """The row sum inside a block, too, is held in a format: after every `step` keys."""
 
     def summed(self: Attention, e: Tensor, p: Tensor) -> Tensor:
@@ -53,7 +55,7 @@ def _serial_l(fmt: str, step: int):  # type: ignore[no-untyped-def]
     return {"summed": summed}
 
 
-def _p_in(fmt: str, scale: float | None = None):  # type: ignore[no-untyped-def]
+def _p_in(fmt: str, scale: float | None = None) -> Edit:
     def probs(self: Attention, e: Tensor) -> Tensor:
         x = e * self.p_scale()
         return round_to(x, fmt) if not self.exact or "probs" in self.keeps else x
@@ -62,16 +64,16 @@ def _p_in(fmt: str, scale: float | None = None):  # type: ignore[no-untyped-def]
     return edit if scale is None else {**edit, "p_scale": lambda self: scale}
 
 
-def _scores_in(fmt: str):  # type: ignore[no-untyped-def]
+def _scores_in(fmt: str) -> Edit:
     return {"raw": lambda self, rows, keys: round_to(Attention.raw(self, rows, keys), fmt)}
 
 
-def _step_in(fmt: str):  # type: ignore[no-untyped-def]
+def _step_in(fmt: str) -> Edit:
     """s − m, and exp of it, in a format."""
     return {"exp": lambda self, x: round_to(torch.exp(round_to(x, fmt)), fmt)}
 
 
-def _through(name: str, fmt: str):  # type: ignore[no-untyped-def]
+def _through(name: str, fmt: str) -> Edit:
     """An operand goes through a narrower format."""
 
     def prepare(self: Attention) -> None:
@@ -81,7 +83,7 @@ def _through(name: str, fmt: str):  # type: ignore[no-untyped-def]
     return {"prepare": prepare}
 
 
-def _scales(name: str, change):  # type: ignore[no-untyped-def]
+def _scales(name: str, change: Any) -> Edit:
     def descaled(self: Attention, n: str) -> Tensor | float:
         scale = Attention.descaled(self, n)
         return change(scale) if n == name and isinstance(scale, Tensor) else scale

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from benchmarks.mutants.attention import Attention
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.table import Edit, Family
 
 FAMILY = Family("index")
 add = FAMILY.add
 PLAIN = "naive/full online/causal"
 
 
-def _heads(change):  # type: ignore[no-untyped-def]
+def _heads(change: Any) -> Edit:
     return {"head_of": lambda self, h, hk: change(torch.arange(h), h, hk)}
 
 
-def _operand(change):  # type: ignore[no-untyped-def]
+def _operand(change: Any) -> Edit:
     """K and V of every query head, changed as tensors."""
 
     def prepare(self: Attention) -> None:
@@ -27,11 +29,11 @@ def _operand(change):  # type: ignore[no-untyped-def]
     return {"prepare": prepare}
 
 
-def _output(change):  # type: ignore[no-untyped-def]
+def _output(change: Any) -> Edit:
     return {"deliver": lambda self, out: change(out)}
 
 
-def _without(*keys: int):  # type: ignore[no-untyped-def]
+def _without(*keys: int) -> Edit:
     def seen(self: Attention, rows: slice, part: slice) -> Tensor:
         j = torch.arange(part.start, part.stop)
         lost = torch.isin(j, torch.tensor([k % self.keys for k in keys]))
@@ -40,7 +42,7 @@ def _without(*keys: int):  # type: ignore[no-untyped-def]
     return {"seen": seen}
 
 
-def _twice(key: int):  # type: ignore[no-untyped-def]
+def _twice(key: int) -> Edit:
     def biased(self: Attention, s: Tensor, rows: slice, keys: slice) -> Tensor:
         j = torch.arange(keys.start, keys.stop)
         return Attention.biased(self, s, rows, keys) + 0.6931471805599453 * (j == key)

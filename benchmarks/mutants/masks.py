@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.mutants.attention import Attention
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.attention import Attention, State
+from benchmarks.mutants.table import Edit, Family
 
 FAMILY = Family("masks")
 add = FAMILY.add
 CAUSAL = "naive/causal triangle/causal online/causal"
 
 
-def _edges(change):  # type: ignore[no-untyped-def]
+def _edges(change: Any) -> Edit:
     return {"edges": lambda self: change(*Attention.edges(self))}
 
 
-def _option(name: str, change):  # type: ignore[no-untyped-def]
+def _option(name: str, change: Any) -> Edit:
     def option(self: Attention) -> Tensor | None:
         x = getattr(Attention, name)(self)
         return None if x is None else change(x)
@@ -113,8 +114,8 @@ add("sink as a key of value 1", "the sink's value is 1 and not 0", "naive/sinks 
 # fmt: on
 
 
-def _with_value(self: Attention, state):  # type: ignore[no-untyped-def]
-    m, l, o = state  # noqa: E741
+def _with_value(self: Attention, state: State) -> tuple[Tensor, Tensor]:
+    m, l, o = state
     sink = self.sink()
     assert sink is not None
     weight = torch.exp(sink - m) * self.p_scale()

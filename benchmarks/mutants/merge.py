@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.mutants.attention import Attention
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.table import Edit, Family
 from harness.rounding import round_to
 
 FAMILY = Family("merge")
@@ -16,11 +17,11 @@ add = FAMILY.add
 SPLIT = "split/full split/causal"
 
 
-def _weights(change):  # type: ignore[no-untyped-def]
+def _weights(change: Any) -> Edit:
     return {"weights": lambda self, lses: change(self, lses)}
 
 
-def _parts(change):  # type: ignore[no-untyped-def]
+def _parts(change: Any) -> Edit:
     return {"parts": lambda self: change(Attention.parts(self))}
 
 
@@ -34,12 +35,12 @@ def _of_next(self: Attention, lses: Tensor) -> Tensor:
 
 def _l_of_parts(self: Attention, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
     """lse = log l: the max is left out."""
-    m, l, o = self.stream(rows, keys, keys.stop - keys.start)  # noqa: E741
+    m, l, o = self.stream(rows, keys, keys.stop - keys.start)
     out, _ = self.divided((m, l, o))
     return out, l.log()[..., 0]
 
 
-def _partial_in(fmt: str):  # type: ignore[no-untyped-def]
+def _partial_in(fmt: str) -> Edit:
     def partial(self: Attention, rows: slice, keys: slice) -> tuple[Tensor, Tensor]:
         o, lse = Attention.partial(self, rows, keys)
         return round_to(o, fmt), lse
@@ -47,7 +48,7 @@ def _partial_in(fmt: str):  # type: ignore[no-untyped-def]
     return {"partial": partial}
 
 
-def _lse_in(fmt: str):  # type: ignore[no-untyped-def]
+def _lse_in(fmt: str) -> Edit:
     return _weights(lambda self, lses: Attention.weights(self, round_to(lses, fmt)))
 
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.mutants.attention import Attention, State
-from benchmarks.mutants.table import Family
+from benchmarks.mutants.table import Edit, Family
 
 FAMILY = Family("numeric")
 add = FAMILY.add
 
 
-def _scale(change):  # type: ignore[no-untyped-def]
+def _scale(change: Any) -> Edit:
     return {"scale": lambda self: change(Attention.scale(self), self.q.shape[3])}
 
 
-def _exp(f):  # type: ignore[no-untyped-def]
+def _exp(f: Any) -> Edit:
     """Another exponential for P, and for the rescale."""
     return {"exp": lambda self, x: f(x), "factor": lambda self, old, new: f(old - new)}
 
@@ -39,7 +40,7 @@ def _cubic_exp(x: Tensor) -> Tensor:
     return torch.where(y > -1000, torch.exp2(whole) * p, 0.0)
 
 
-def _capped(cap):  # type: ignore[no-untyped-def]
+def _capped(cap: Any) -> Edit:
     return {"capped": lambda self, s: cap(s, self.spec.softcap)}
 
 
@@ -47,7 +48,7 @@ def _l_only(self: Attention, a: Tensor, o: Tensor, part: Tensor) -> Tensor:
     return o * (a > 0) + part
 
 
-def _first_scale_only(self: Attention, a: Tensor, l: Tensor, part: Tensor) -> Tensor:  # noqa: E741
+def _first_scale_only(self: Attention, a: Tensor, l: Tensor, part: Tensor) -> Tensor:
     return l * (a > 0) + part
 
 
@@ -56,13 +57,13 @@ def _without_max(self: Attention, s: Tensor, m: Tensor) -> Tensor:
 
 
 def _max_from_zero(self: Attention, rows: slice) -> State:
-    m, l, o = Attention.start(self, rows)  # noqa: E741
+    m, l, o = Attention.start(self, rows)
     return m.clamp(min=0.0), l, o
 
 
-def _divided(change):  # type: ignore[no-untyped-def]
+def _divided(change: Any) -> Edit:
     def divided(self: Attention, state: State) -> tuple[Tensor, Tensor]:
-        m, l, o = state  # noqa: E741
+        m, l, o = state
         return Attention.divided(self, (m, change(l), o))
 
     return {"divided": divided}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ from benchmarks.mutants.attention import Attention
 from benchmarks.mutants.calls import RECIPES, Call
 
 Run = tuple[str, str]  # arrangement and case
+Edit = Mapping[str, Any]  # methods of `Attention` by name
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Mutant:
     name: str
     what: str
     runs: tuple[Run, ...]
-    edit: Mapping[str, Any]
+    edit: Edit
     names: tuple[str, ...] = ()
     recipes: tuple[str, ...] = RECIPES
     keeps: tuple[str, ...] = ()
@@ -58,7 +59,7 @@ class Family:
     name: str
     members: list[Mutant] = field(default_factory=list)
 
-    def add(self, name: str, what: str, runs: str, edit: Mapping[str, Callable[..., Any]], names: str = "",
+    def add(self, name: str, what: str, runs: str, edit: Edit, names: str = "",
             **options: Any) -> None:  # fmt: skip
         """`runs`: "arrangement/case …"; `names` are separated by "; "."""
         pairs = tuple((a, c) for a, c in (run.split("/") for run in runs.split()))
