@@ -181,13 +181,13 @@ def test_sample_of_mutants_is_killed_and_no_honest_run_is(case: str, recipe: str
 def test_limit_of_no_effect_is_zero_and_of_a_large_one_is_exceeded() -> None:
     bar = Bar("causal", "bf16")
     bench = bar.docket.bench(BLACK_BOX)
-    nothing = limit(bench, torch.zeros_like(bench.call.truth.out), random=False)
+    nothing = limit(bench, torch.zeros_like(bench.call.truth.out))
     assert (nothing.size, nothing.bias, nothing.above) == (0.0, 0.0, False)
-    assert limit(bench, 0.1 * bench.call.truth.out, random=False).above
+    assert limit(bench, 0.1 * bench.call.truth.out).above
     # One element of a thousand times its own spread: no bias, and yet an element that is too large.
     g = torch.zeros_like(bench.call.truth.out)
     g[0, 1, 100, 3] = 1000 * bench.call.variance[0, 1, 100, 3].sqrt()
-    one = limit(bench, g, random=False)
+    one = limit(bench, g)
     assert one.above
     assert one.bias == 0.0
 
@@ -197,17 +197,29 @@ def test_expected_statistics_are_their_formulas() -> None:
     assert _bias(f, f) == pytest.approx(200 * 0.25 / math.sqrt(200 * 0.25 * (0.25 + 2)), rel=1e-12)
     few = f[:100]  # against the model's variance alone
     assert _bias(few, few) == pytest.approx(100 * 0.25 / math.sqrt(2 * 100 * 0.25), rel=1e-12)
-    assert _scatter(0.4 * f) == 0.0  # variances in a ratio of 1.04
+    assert _scatter(0.4 * f, torch.ones_like(f)) == 0.0  # variances in a ratio of 1.04
 
 
 def test_expected_scatter_is_what_noise_shows() -> None:
     g = torch.Generator().manual_seed(0)
     n, s = 100_000, 2.0
-    kernel, twin = (torch.randn(n, generator=g, dtype=torch.float64) for _ in range(2))
+    kernel, twin, noise = (torch.randn(n, generator=g, dtype=torch.float64) for _ in range(3))
     h = (math.sqrt(1 + s * s) * kernel).abs() - twin.abs()
     seen = float(h.sum() / h.norm())
-    # Its own standard deviation is 1.
-    assert _scatter(torch.full((n,), s, dtype=torch.float64)) == pytest.approx(seen, abs=6)
+    # Its own standard deviation is 1; the noise is given as ±s.
+    expected = _scatter(s * noise.sign(), twin)
+    assert expected == pytest.approx(seen, abs=6)
+
+
+def test_noise_that_makes_up_for_the_errors_adds_nothing() -> None:
+    error = torch.randn(1000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert _scatter(-2 * error, error) == 0.0
+    bar = Bar("causal", "bf16")
+    bench = bar.docket.bench(BLACK_BOX)
+    truth = bench.call.truth.out
+    e = 3 * bench.call.variance.sqrt()
+    assert limit(bench, -e, honest=truth + e).size == 0.0
+    assert limit(bench, e, honest=truth + e).size > 0.0
 
 
 def test_study_goes_on_where_it_was_killed(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ add("P in BF16", "P is cast to BF16", "online/full naive/causal", _p_in("bf16"),
 add("P in E4M3", "P is cast to E4M3 under a scale of 256", "online/full naive/causal", _p_in("fp8_e4m3", 256.0),
     recipes=("fp32", "bf16", "fp16"), keeps=("probs",), random=True)
 add("P flushed", "P is cast to E4M3 without its scale", "online/heavy naive/sinks online/full online/long",
-    _p_in("fp8_e4m3", 1.0), "P scale 1", recipes=FP8, keeps=("probs",))
+    _p_in("fp8_e4m3", 1.0), "P scale 1", recipes=FP8, keeps=("probs",), random=True)
 add("P saturates", "P × 512 is cast to E4M3: what exceeds 0.875 is clipped", "online/full naive/heavy",
     {"probs": _unclamped, "p_scale": lambda self: 512.0}, recipes=FP8, keeps=("probs",))
 add("P scale not undone", "O is divided by 1 and not by 256", "online/full decode/causal",

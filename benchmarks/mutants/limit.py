@@ -12,9 +12,12 @@ it is above the limit when one of these holds, for the thresholds of `harness.si
 
 T* is the statistic of a test that knows g and compares with a twin: kernel and twin bring one unit of variance each,
 and 3 is three of T's own standard deviations. No test at this α sees less in the mean; whether ours looks along g is
-another matter, and `own` says what its directions see of g: above the limit and own below τ is a blind spot. For noise
-there is no g to know beforehand: what is asked is whether it adds to the errors along a direction, T_d = Σh/√Σh² with
-h = |a_kernel| − |a_twin|, E|a| = √(2/π)·√(1 + s²) for noise of s² along it.
+another matter, and `own` says what its directions see of g: above the limit and own below τ is a blind spot.
+
+Noise has no g to know beforehand: what is asked is whether it adds to the errors. That is less than its own size where
+it makes up for what the recipe does (a sum over the rounded P): with e the error of the honest run, r is the smaller of
+Σg² and Σ(e + g)² − Σe², over Σσ². Along a direction T_d = Σh/√Σh², h = |a_kernel| − |a_twin|, is the smaller of two as
+well: that of independent noise of variance s² = a_g², for which E|a| = √(2/π)·√(1 + s²), and that of a_e + a_g and a_e.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from torch import Tensor
 from harness.directions import key_powers, project
 from harness.formats import get_format
 from harness.rounding import ulp
-from harness.significance import FEW_ROWS, SPREAD_RATIO, TWIN_LIMIT, ratio_limit, threshold
+from harness.significance import CLIP_SPREAD, FEW_ROWS, SPREAD_RATIO, TWIN_LIMIT, ratio_limit, threshold
 from harness.verdict import BLOCK_ROWS, Bench
 
 SIGMAS = 3.0
@@ -54,29 +57,39 @@ class Limit:
         return {k: v if isinstance(v, bool) else float(f"{v:.4g}") for k, v in asdict(self).items()}
 
 
-def limit(bench: Bench, g: Tensor, random: bool) -> Limit:
-    """Of an effect g `[B, H, L, E]` on the call of `bench`."""
-    g = torch.where(torch.isfinite(g) & torch.isfinite(bench.call.truth.out), g.double(), 0.0)
+def limit(bench: Bench, g: Tensor, honest: Tensor | None = None) -> Limit:
+    """Of an effect g `[B, H, L, E]` on the call of `bench`; of one that is noise, `honest` is the output without it."""
+    finite, random = torch.isfinite(g) & torch.isfinite(bench.call.truth.out), honest is not None
+    g = torch.where(finite, g.double(), 0.0)
+    e = (
+        torch.zeros_like(g)
+        if honest is None
+        else torch.where(finite, honest.double() - bench.call.truth.out, 0.0)
+    )
     relative = float(g.square().mean().sqrt()) / bench.size
-    size = _size(bench, g)
+    size = _size(bench, g, e)
     names, a, f, key = _projected(bench, g)
+    noise = _projected(bench, e)[1] if random else a
     tau = threshold(2 * len(names) + bench.call.shape.S)
     needed = (TWIN_LIMIT if int(bench.usable.sum()) < FEW_ROWS else tau) + SIGMAS
     t = _bias(*(2 * [_weighted(bench, g)]))
     floor = bench.limits.mean
     bias = t / needed if relative * (1 - min(1.0, (needed - SIGMAS) / max(t, 1e-9))) > floor else 0.0
     own = max([_bias(a[i], f[i]) for i in range(len(names))] + [key])
-    scatter = max((_scatter(a[i]) for i in range(len(names))), default=0.0) / (tau + SIGMAS)
+    scatter = max((_scatter(a[i], noise[i]) for i in range(len(names)) if random), default=0.0) / (
+        tau + SIGMAS
+    )
     seen = max(size, scatter, own / needed) if random else max(size, bias)
     rows = (needed / t) ** 2 if 0 < t < needed and relative > floor and not random else math.inf
     return Limit(relative, size, bias, scatter, own / needed, seen > 1, rows)
 
 
-def _size(bench: Bench, g: Tensor) -> float:
-    """The largest share of a yardstick's limit that g alone reaches."""
+def _size(bench: Bench, g: Tensor, e: Tensor) -> float:
+    """The largest share of a yardstick's limit that g alone reaches, or adds to an error e."""
     variance = bench.call.variance
     weigh = (bench.independent.view(g.shape[:3]) & torch.isfinite(variance).all(-1)).double()
-    square, allowed = g.square().sum(-1), torch.where(torch.isfinite(variance), variance, 0.0).sum(-1)
+    square = torch.minimum(g.square().sum(-1), ((e + g).square() - e.square()).sum(-1)).clamp(min=0.0)
+    allowed = torch.where(torch.isfinite(variance), variance, 0.0).sum(-1)
     if bool(((allowed == 0) & (square > 0) & (weigh > 0)).any()):
         return math.inf  # a row without an error to excuse it
     r = torch.where(allowed > 0, square / allowed.clamp(min=1e-300), 0.0) * weigh
@@ -95,7 +108,7 @@ def _size(bench: Bench, g: Tensor) -> float:
             shares.append(top / ratio_limit(int(count), tests, slack) if count else 0.0)
     fmt = get_format(bench.call.recipe.out_format)
     spacing = ulp(bench.call.truth.out, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
-    z = torch.where(variance > 0, g.abs() / (variance + spacing).sqrt(), 0.0)
+    z = torch.where(variance > 0, torch.minimum(g.abs(), (e + g).abs()) / (variance + spacing).sqrt(), 0.0)
     shares.append(float(z.max()) / (slack * threshold(g.numel()) + SIGMAS))
     return max(shares)
 
@@ -127,10 +140,14 @@ def _bias(a: Tensor, f: Tensor) -> float:
     return float((omega * a).sum().abs() / noise.sqrt().clamp(min=1e-300))
 
 
-def _scatter(a: Tensor) -> float:
-    """Expected T_d of noise of variance a² along a direction, 0 where it is too little to be told."""
-    if a.numel() < FEW_ROWS or float(1 + a.square().mean()) <= SPREAD_RATIO:
+def _scatter(a: Tensor, e: Tensor) -> float:
+    """Expected T_d of noise a along a direction beside errors e, 0 where it is too little to be told."""
+    before, after = e.square().mean() if e.numel() else 0.0, (e + a).square().mean() if e.numel() else 0.0
+    if a.numel() < FEW_ROWS or float(min(1 + a.square().mean(), after / max(before, 1e-300))) <= SPREAD_RATIO:
         return 0.0
-    wide = (1 + a.square()).sqrt().clamp(max=4.0)
+    wide = (1 + a.square()).sqrt().clamp(max=CLIP_SPREAD)
     h = math.sqrt(HALF_NORMAL) * (wide - 1)
-    return float(h.sum() / (wide.square() + 1 - 2 * HALF_NORMAL * wide).sum().clamp(min=1e-300).sqrt())
+    apart = float(h.sum() / (wide.square() + 1 - 2 * HALF_NORMAL * wide).sum().clamp(min=1e-300).sqrt())
+    cap = CLIP_SPREAD * torch.maximum((e + a).abs().median(), e.abs().median())
+    h = (e + a).abs().clamp(max=cap) - e.abs().clamp(max=cap)
+    return min(apart, float(h.sum() / h.norm().clamp(min=1e-300)))

@@ -96,7 +96,7 @@ add("no max", "exp(s) without subtracting the max", "naive/large online/large", 
     "overflow in exp", ranged=True)
 add("max from zero", "the running max starts at 0", "online/low naive/low", {"start": _max_from_zero},
     ranged=True)
-add("not normalised", "O is not divided by l", "online/full split/causal decode/causal",
+add("not normalised", "O is not divided by l", "online/full naive/causal decode/causal",
     _divided(torch.ones_like), "not normalised")
 add("l + 0.05", "0.05 is added to the denominator", "online/full naive/causal", _divided(lambda x: x + 0.05),
     "shrink; row sum")
@@ -109,7 +109,7 @@ add("no rescale", "O and l are not rescaled when the max grows", "online/full on
 add("O not rescaled", "O is not rescaled when the max grows", "online/full online/causal", {"add_o": _l_only},
     "O not rescaled, blocks of 64")
 add("l not rescaled", "l is not rescaled when the max grows", "online/full online/causal",
-    {"add_l": _first_scale_only})
+    {"add_l": _first_scale_only}, "row sum")
 add("rescale to base 2", "exp to base 2 in the rescale alone", "online/full online/peaked",
     {"factor": lambda self, old, new: torch.exp2(old - new)})
 add("rescale twice", "the rescale is applied twice", "online/full online/causal",

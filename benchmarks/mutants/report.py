@@ -82,12 +82,13 @@ def _opening(records: Sequence[Record]) -> str:
     alarms = sum(bool(rejects(r, OURS)) for r in records if not is_mutant(r))
     return (
         f"{len(names)} deliberately wrong implementations, edits of one step of five algorithms, in {len(CASES)} cases"
-        f" and {len(RECIPES)} precisions: {mutant} runs, and {honest} of honest implementations.\n"
+        f" and {len(RECIPES)} precisions:\n{mutant} runs, and {honest} of honest implementations (the same five without"
+        " the fault, and torch's fused kernel).\n"
         "`python noxfile.py -s mutants -- --full` writes this page.\n\n"
         f"* **Killed by us**: {killed} of the {len(above)} runs whose effect is above the computed limit"
         f" ({share(killed, len(above))}).\n"
         f"* **Named**: {right['right']} rightly and {right['equal']} among equals"
-        f" ({share(right['right'] + right['equal'], killed)} of the killed), {right['unknown']} called unknown,"
+        f" ({share(right['right'] + right['equal'], killed)} of the killed), {right['unknown']} called unknown,\n "
         f" {right['wrong']} called something else.\n"
         f"* **False failures of ours**: {alarms} in {honest}.\n"
     )
@@ -102,12 +103,20 @@ def _judges(records: Sequence[Record]) -> str:
             bad = [x for r in of if is_above(r) and (x := rejects(r, judge)) is not None]
             cells.append(share(sum(bad), len(bad)))
         good = [x for r in records if not is_mutant(r) and (x := rejects(r, judge)) is not None]
-        cells.append(f"{sum(good)} of {len(good)}")
+        cells += [_net(records, judge), f"{sum(good)} of {len(good)}"]
         rows.append([judge, *cells])
     text = (
-        "Share of the runs above the limit that each fails, by precision, and honest runs that it fails:\n\n"
+        "Share of the runs above the limit that each fails, by precision; *net*: those that it fails where it passes\n"
+        "every honest run of the same case and precision; and the honest runs that it fails.\n\n"
     )
-    return text + _table(["rule", *RECIPES, "all", "honest failed"], rows)
+    return text + _table(["rule", *RECIPES, "all", "net", "honest failed"], rows)
+
+
+def _net(records: Sequence[Record], judge: str) -> str:
+    """A rule that fails everything notices nothing."""
+    unfair = {tuple(r["unit"][2:]) for r in records if not is_mutant(r) and rejects(r, judge)}
+    bad = [(x, tuple(r["unit"][2:])) for r in records if is_above(r) and (x := rejects(r, judge)) is not None]
+    return share(sum(x and at not in unfair for x, at in bad), len(bad))
 
 
 def _names(above: Sequence[Record]) -> str:
@@ -138,8 +147,9 @@ statistics:
   The difference of a kernel and a twin has variance 2 along g, so T* is the self-normalised sum that a test which knows
   g expects, and 3 of its standard deviations are its power. Below 150 rows: Σωf/√(2Σω²) > 12 + 3. T* grows with √rows
   while f < 1. Its size has to exceed what honest kernels do (1e-4 of the output, 5e-7 in FP32).
-* **scatter**, for a fault that is noise and has no g to know beforehand: T_d = Σh/√Σh², h = |a_kernel| − |a_twin|,
-  exceeds τ + 3 along one of the judge's directions, where noise of variance s² widens a by √(1 + s²).
+* **scatter**, for a fault that is noise and has no g to know beforehand: what it adds to the errors e of the honest
+  run. Σ(e + g)² − Σe² stands for Σg² in *size* where it is smaller, and T_d = Σh/√Σh², h = |a_kernel| − |a_twin|, has
+  to exceed τ + 3 along one of the judge's directions: for noise apart from e, and for e + g against e.
 * NaN or infinities stand where the truth has none; an lse is off by more than twice its ceiling.
 
 A fault in the formula's range (exp without the max) has no g in FP64: the difference of the two runs is taken.
@@ -187,11 +197,12 @@ def _below(records: Sequence[Record]) -> str:
         limit = r["limit"]
         more = limit["rows"]
         grown = f"{more:.2g} × the rows" if isinstance(more, float) and more < 1e4 else "—"
-        rows.append([*r["unit"], f"{limit['relative']:.1e}", f"{max(limit['size'], limit['bias']):.2f}", grown,
+        nearest = ("size", "scatter", "own") if mutants()[r["unit"][0]].random else ("size", "bias")
+        rows.append([*r["unit"], f"{limit['relative']:.1e}", f"{max(limit[x] for x in nearest):.2f}", grown,
                      "yes" if rejects(r, OURS) else ""])  # fmt: skip
     text = (
-        "rel: rms(g)/rms(o). share: of the nearest limit. appears: where a bias would be above it. A dash: it is"
-        " noise, or smaller than what honest kernels do.\n\n"
+        "rel: rms(g)/rms(o). share: of the nearest limit. appears: where a bias would be above it. A dash: it is\n"
+        "noise, or smaller than what honest kernels do.\n\n"
     )
     return text + _table(
         ["mutant", "run", "case", "recipe", "rel", "share", "appears", "killed all the same"], rows
@@ -218,7 +229,7 @@ def _false(records: Sequence[Record]) -> str:
 def _matrix(records: Sequence[Record]) -> str:
     text = (
         "Letters: precisions (s FP32, b BF16, h FP16, e E4M3) in which a mutant is failed: capital in all its runs,"
-        " small in some, a dot in none; a blank: no rule. Runs below the limit are counted too.\n\n"
+        " small\nin some, a dot in none; a blank: no rule. Runs below the limit are counted too.\n\n"
     )
     by: dict[str, list[Record]] = defaultdict(list)
     for r in records:

@@ -116,7 +116,8 @@ class Bar:
     def limit(self, mutant: Mutant, unit: Unit, out: Tensor) -> dict[str, Any]:
         g, of_lse = mutant.effect(self.call, unit.arrangement)
         bench = self.docket.bench(BLACK_BOX)
-        found = limit(bench, g, mutant.random).as_json()
+        honest = Attention(self.call, unit.arrangement).run()[0] if mutant.random else None
+        found = limit(bench, g, honest).as_json()
         if not bool((torch.isfinite(out) == torch.isfinite(self.field.golden)).all()):
             return {**found, "above": True, "classes": True}
         if mutant.of_lse:
