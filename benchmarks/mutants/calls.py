@@ -59,7 +59,7 @@ CASES = {
         Case("mean", "V with a mean: sums do not cancel", kind="mean"),
         Case("peaked", "scores of four times the spread", kind="peaked"),
         Case("gqa", "eight query heads on two kv heads", (1, 8, 192, 64), kv_heads=2, rules=_CAUSAL),
-        Case("window", "64 keys a row", rules={"window": (63, 0)}),
+        Case("window", "64 keys a row", rules={"causal": True, "window": (63, 0)}),
         Case("cross", "192 rows at the end of 320 keys", (1, 4, 192, 64), kv_len=320, rules=_CAUSAL),
         Case("ragged", "250 keys: no whole number of blocks", (1, 4, 200, 64), kv_len=250),
         Case("lengths", "two sequences of 256 and 200 keys", (2, 2, 256, 64), options=("kv_lens",)),
