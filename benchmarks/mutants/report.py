@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.mutants.calls import CASES, RECIPES
 from benchmarks.mutants.rules import RULES
-from benchmarks.mutants.study import HONEST, SDPA
+from benchmarks.mutants.study import HONEST, SDPA, units
 from benchmarks.mutants.table import family_of, mutants
 
 Record = dict[str, Any]
@@ -84,7 +84,7 @@ def _opening(records: Sequence[Record]) -> str:
         f"{len(names)} deliberately wrong implementations, edits of one step of five algorithms, in {len(CASES)} cases"
         f" and {len(RECIPES)} precisions:\n{mutant} runs, and {honest} of honest implementations (the same five without"
         " the fault, and torch's fused kernel).\n"
-        "`python noxfile.py -s mutants -- --full` writes this page.\n\n"
+        f"`python noxfile.py -s mutants -- --full` writes this page{_unfinished(len(records))}.\n\n"
         f"* **Killed by us**: {killed} of the {len(above)} runs whose effect is above the computed limit"
         f" ({share(killed, len(above))}).\n"
         f"* **Named**: {right['right']} rightly and {right['equal']} among equals"
@@ -92,6 +92,11 @@ def _opening(records: Sequence[Record]) -> str:
         f" {right['wrong']} called something else.\n"
         f"* **False failures of ours**: {alarms} in {honest}.\n"
     )
+
+
+def _unfinished(done: int) -> str:
+    planned = len(units())
+    return f" (here {done} of its {planned} runs; started again it does the rest)" if done < planned else ""
 
 
 def _judges(records: Sequence[Record]) -> str:
