@@ -7,7 +7,7 @@ A fault moves the output by g (FP64, its formula alone), where rounding alone gi
 it is above the limit when one of these holds, for the thresholds of `harness.significance` (α = 1e-6 a judgement):
 
     size       √(mean of r over the tensor, a head, 32 rows or a row) > that level's limit, or |g|/σ of an element > its
-    bias       T* = Σω f/√Σω²(f² + 2) > τ + 3, and its size > what honest kernels show
+    bias       T* = Σω f/√Σω²(f² + 2) > τ + 3, and (1 − (τ + 3)/T*)·rms(g) > what honest kernels show
     scatter    the same for the noise of a fault that is noise, along the directions the judge looks in
 
 T* is the statistic of a test that knows g and compares with a twin: kernel and twin bring one unit of variance each,
@@ -74,7 +74,8 @@ def limit(bench: Bench, g: Tensor, honest: Tensor | None = None) -> Limit:
     needed = (TWIN_LIMIT if int(bench.usable.sum()) < FEW_ROWS else tau) + SIGMAS
     t = _bias(*(2 * [_weighted(bench, g)]))
     floor = bench.limits.mean
-    bias = t / needed if relative * (1 - min(1.0, (needed - SIGMAS) / max(t, 1e-9))) > floor else 0.0
+    # What the judge holds against the floor is (θ̂ − τ·se)·rms(g), where θ̂ is 1 ± se and se = 1/T*.
+    bias = t / needed if t < needed or relative * (1 - needed / t) > floor else 0.0
     own = max([_bias(a[i], f[i]) for i in range(len(names))] + [key])
     scatter = max((_scatter(a[i], noise[i]) for i in range(len(names)) if random), default=0.0) / (
         tau + SIGMAS

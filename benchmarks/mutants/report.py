@@ -151,7 +151,7 @@ statistics:
 * **bias**: with f_i = √Σg²/σ² of row i and ω_i = min(f_i, Q75), T* = Σωf/√Σω²(f² + 2) exceeds τ + 3, τ = √(2 ln(2K/α)).
   The difference of a kernel and a twin has variance 2 along g, so T* is the self-normalised sum that a test which knows
   g expects, and 3 of its standard deviations are its power. Below 150 rows: Σωf/√(2Σω²) > 12 + 3. T* grows with √rows
-  while f < 1. Its size has to exceed what honest kernels do (1e-4 of the output, 5e-7 in FP32).
+  while f < 1. (1 − (τ + 3)/T*)·rms(g) has to exceed what honest kernels do: 1e-4 of the output, 5e-7 in FP32.
 * **scatter**, for a fault that is noise and has no g to know beforehand: what it adds to the errors e of the honest
   run. Σ(e + g)² − Σe² stands for Σg² in *size* where it is smaller, and T_d = Σh/√Σh², h = |a_kernel| − |a_twin|, has
   to exceed τ + 3 along one of the judge's directions: for noise apart from e, and for e + g against e.
