@@ -259,6 +259,12 @@ def gate(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def mutants(session: nox.Session) -> None:
+    """Judge wrong implementations, by us and by others' rules: a check, or all and the report (-- --full)."""
+    _run(session, _harness_code, "-m", "benchmarks.mutants", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
     """Run the tests."""
     _run(session, _pytest_code, "-m", "pytest", "-q", *session.posargs)
