@@ -29,7 +29,7 @@ from harness.part import Part, choose
 from harness.quantize import Stored
 from harness.records import Diagnosis
 from harness.significance import threshold
-from harness.suspects import Suspect, Trial
+from harness.suspects import Setting, Suspect, Trial
 
 EXPLAINS = 0.5  # of what can be explained of the error, below which a fault does not explain it
 TIE = 0.01
@@ -57,13 +57,18 @@ class _Found:
 
 
 def diagnose(
-    call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored], sizes: Mapping[str, float]
-) -> Diagnosis:
+    call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored], sizes: Mapping[str, float],
+    settings: dict[str, Setting] | None = None,
+) -> Diagnosis:  # fmt: skip
     """The likeliest fault of `out` `[B, H, L, E]`, or that none known explains it. Non-finite places are left out.
     `sizes`: of the directions, as fitted to all rows looked at; a part's own are the less certain the smaller it is.
+    `settings` keeps the last of the call's parts, with all that is suspected there, for outputs that fail next.
     """
-    part = choose(call, out)
-    trial = Trial(part, call, out, stored)
+    part, settings = choose(call, out), {} if settings is None else settings
+    if part.key not in settings:
+        settings.clear()
+        settings[part.key] = Setting(part, call, stored)
+    trial = Trial(settings[part.key], out)
     suspects = list(trial.suspects())
     tau = threshold(max(len(suspects), 1))
     found = _best(suspects, part, tau)

@@ -27,6 +27,7 @@ from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
 from harness.sample import choose
 from harness.spec import AttentionSpec
+from harness.suspects import Setting
 from harness.truth import Truth, reference
 from harness.twins import Twins
 from harness.verdict import Bench, Verdict
@@ -184,6 +185,7 @@ class Docket:
         self._distances: tuple[float, float, float] | None = None  # size of the exact truth, two distances²
         self._lse: list[tuple[Tensor, Errors]] = []  # equal ones share their errors
         self._bench: Bench | None = None
+        self._settings: dict[str, Setting] = {}
         self._storage = storage
         self._hazards: tuple[Hazard, ...] | None = None
 
@@ -307,7 +309,25 @@ class Docket:
         if not precise:
             return None
         sizes = {x.name: x.shift.theta for x in verdict.along}
-        return diagnose(self._bench.call, out, self.stored, sizes)
+        return diagnose(self._bench.call, out, self.stored, sizes, self._settings)
+
+    def _without_max(self, wrong: Tensor) -> Diagnosis | None:
+        """Whether the wrong rows are those in which exp(s) itself leaves its format."""
+        recipe, top = self.recipe, self.truth.row_max
+        fmt = get_format(recipe.format_of("exp"))
+        high, low = math.log(fmt.max), math.log(fmt.min_subnormal)
+        cases = (
+            ("overflow in exp", top > high, f"exp(s) is taken without the row's max, and leaves {fmt.name}"),
+            (
+                "underflow in exp",
+                top < low,
+                f"the max starts above the scores: every exp(s − max) is 0 in {fmt.name}",
+            ),
+        )
+        for name, expected, what in cases:
+            if bool(wrong.any()) and not bool((wrong & ~expected).any()) and bool((wrong | ~expected).all()):
+                return Diagnosis(name, what, 1.0, 0.0, 1.0)
+        return None
 
     def _of_classes(self, out: Tensor, hazards: Sequence[Hazard]) -> Diagnosis:
         """NaN and infinities have no size: rows without keys, or the first stage that left its format."""
@@ -316,6 +336,8 @@ class Docket:
         share = 1.0
         if bool(wrong.any()) and bool((wrong & empty).sum() == wrong.sum()):
             return Diagnosis("empty rows", "rows that see no key are not what the rule says", 1.0, 0.0, share)
+        if (ranged := self._without_max(wrong)) is not None:
+            return ranged
         seen = [h for h in hazards if h.kind in _LOUD or h.kind is HazardKind.SENTINEL]
         if seen:
             first = min(seen, key=lambda h: h.source != "observed")

@@ -34,6 +34,11 @@ class Part:
     keys: slice
     spec: AttentionSpec
 
+    @property
+    def key(self) -> str:
+        """Equal for equal parts of one call."""
+        return f"{self.batches.tolist()} {self.heads} {self.rows} {self.keys}"
+
     def outputs(self, x: Tensor) -> Tensor:
         """Its part of `[B, H, L, …]`."""
         return x[self.batches][:, self.heads, self.rows]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
-from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, without
+from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, leak, without
 from harness.formats import get_format
 from harness.part import Part
 from harness.quantize import Stored
@@ -23,8 +23,12 @@ CUT = (0.25, 2.0)  # sizes of a truncation: it is there (1) or not
 CUT_EXPLAINS = (
     0.6  # of the error of a cut result, whose place within its ulp is anywhere: mean² ÷ mean square
 )
+KEPT = 2**17  # elements of a part whose suspects are kept for the next output
 FITS = 4  # steps to the size of a scale that is far off
 FAR = 0.02  # log scale from which a direction is no longer straight
+
+
+Wrong = tuple[str, str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,26 +71,68 @@ class Suspect:
         return replace(self, power=self.power * hit, cross=self.cross * hit)
 
 
-class Trial:
-    """A part of a call, its error less that of the nearest twin, and all that is suspected of it."""
+class Setting:
+    """A part of a call and what is suspected there whatever the output: shared by all outputs judged on the call."""
 
-    def __init__(self, part: Part, call: Call, out: Tensor, stored: tuple[Stored, Stored, Stored]) -> None:
-        self.call = part.call(call)
+    def __init__(self, part: Part, call: Call, stored: tuple[Stored, Stored, Stored]) -> None:
+        self.part, self.call = part, part.call(call)
         q, k, v = (part.stored(x, name) for x, name in zip(stored, "qkv", strict=True))
-        self.stored = (q, k, v)
+        self.stored, self.truth = (q, k, v), self.call.truth.out
         whole = call.truth.out
         self.transposed = part.outputs(whole.transpose(1, 2).reshape(whole.shape))
         self.subject = Subject(
             self.call.q, self.call.k, self.call.v, self.call.spec, self.call.extras, (q.scale, k.scale, v.scale),
             part.rows.start, call.shape.q_len,
         )  # fmt: skip
-        self.truth, out = self.call.truth.out, part.outputs(out.double())
+        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
+        self._kept: list[Wrong] | None = None
+
+    def wrongs(self) -> Iterator[Wrong]:
+        """Every fault that is there or not: its name, a sentence, and what it moves the output by."""
+        if self._kept is not None:
+            yield from self._kept
+            return
+        kept, keep = [], self.truth.numel() <= KEPT
+        for name, what, g in self._wrongs():
+            # NaN says nothing: the gain of these places is 0.
+            g = torch.where(torch.isfinite(g), g, 0.0)
+            if keep:
+                kept.append((name, what, g))
+            yield name, what, g
+        self._kept = kept if keep else None
+
+    def _wrongs(self) -> Iterator[Wrong]:
+        for name, what, make in faults(self.subject):
+            yield name, what, make() - self.truth
+        if self.truth.shape[1] > 1 and self.truth.shape[2] > 1:
+            what = "the output is laid out [B, L, H, E] but read as [B, H, L, E]"
+            yield "heads and tokens transposed", what, self.transposed - self.truth
+        recipe = self.call.recipe
+        if get_format(recipe.format_of("probs")).precision < get_format(recipe.base).precision:
+            for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
+                yield "truncated P", DIRECTIONS["truncated P"], cut_p(self.subject, recipe, size)
+        for name, what, changed in variants(recipe):
+            twins = Twins(self.stored, self.call.spec, changed, self.call.extras, BLOCKS)
+            for i in range(len(twins)):
+                yield name, what, twins[i] - self.base[i]
+
+    @cached_property
+    def leak(self) -> Tensor:
+        return leak(self.subject)
+
+
+class Trial:
+    """An output in a setting: its error less that of the nearest twin, and all that is suspected of it."""
+
+    def __init__(self, setting: Setting, out: Tensor) -> None:
+        self.setting, self.call, self.subject = setting, setting.call, setting.subject
+        self.stored, self.base = setting.stored, setting.base
+        self.truth, out = self.call.truth.out, setting.part.outputs(out.double())
         usable = torch.isfinite(self.call.variance) & torch.isfinite(out) & torch.isfinite(self.truth)
         variance = torch.where(usable, self.call.variance, 0.0)
         variance = torch.maximum(variance, 1e-3 * variance.mean(-1, keepdim=True))
         self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
         self.out = torch.where(usable, out, self.truth.nan_to_num(0.0, 0.0, 0.0))
-        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
         twin = min((self.base[i] for i in range(len(self.base))), key=self._distance)
         self.e = torch.where(self.weight > 0, self.out - self._finite(twin), 0.0)
         self.total = self._energy(self.e)
@@ -119,17 +165,10 @@ class Trial:
         for name in self.along.names:
             yield self.direction(name)
         yield from self._far_scale()
-        for name, what, make in faults(self.subject):
-            yield self.discrete(name, what, make() - self.truth)
-        if self.truth.shape[1] > 1 and self.truth.shape[2] > 1:
-            what = "the output is laid out [B, L, H, E] but read as [B, H, L, E]"
-            yield self.discrete("heads and tokens transposed", what, self.transposed - self.truth)
+        for name, what, g in self.setting.wrongs():
+            yield self.discrete(name, what, g)
+        yield from self._leak()
         yield from self._one_key()
-        if "truncated P" in self.along.names:
-            for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
-                g = cut_p(self.subject, self.call.recipe, size)
-                yield self.discrete("truncated P", DIRECTIONS["truncated P"], g)
-        yield from self._variants()
 
     def direction(self, name: str) -> Suspect:
         i = self.along.names.index(name)
@@ -170,6 +209,14 @@ class Trial:
         assert best is not None
         yield replace(best[2], tried=best[1])
 
+    def _leak(self) -> Iterator[Suspect]:
+        if bool(self.subject.seen.all()):
+            return
+        found = self.discrete(
+            "hidden keys leak", "hidden keys keep a share of their weight", self.setting.leak
+        )
+        yield replace(found, degrees=True)
+
     def _one_key(self) -> Iterator[Suspect]:
         """The key that explains most when lost or counted twice."""
         power, _ = key_powers(self.weighed)
@@ -185,13 +232,6 @@ class Trial:
             name, what = f"key {key} twice", f"key {key} is counted twice"
             output = doubled(self.subject, slice(key, key + 1))
         yield self.discrete(name, what, output - self.truth)
-
-    def _variants(self) -> Iterator[Suspect]:
-        """Twins under a recipe that differs in one thing, less the twin of the same arrangement."""
-        for name, what, recipe in variants(self.call.recipe):
-            changed = Twins(self.stored, self.call.spec, recipe, self.call.extras, BLOCKS)
-            for i in range(len(changed)):
-                yield self.discrete(name, what, changed[i] - self.base[i])
 
 
 def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:

@@ -237,7 +237,12 @@ def _edge(by: int, side: str) -> Callable[[Tensor], Tensor]:
             beside[..., step:] = seen[..., :-step]
         else:
             beside[..., :step] = seen[..., -step:]
-        return seen | beside if by > 0 else seen & beside
+        if by > 0:
+            return seen | beside
+        count = seen.sum(
+            -1, keepdim=True
+        )  # rows whose window is cut short by the first or last key keep theirs
+        return torch.where((count == count.max()) | (side == "right"), seen & beside, seen)
 
     return moved
 

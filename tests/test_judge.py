@@ -87,7 +87,8 @@ def test_status_and_size_are_those_of_permuted_heads_and_sequences(recipe: str) 
     assert first.diagnosis is not None
     assert second.diagnosis is not None
     assert first.diagnosis.fault == second.diagnosis.fault
-    assert second.diagnosis.size == pytest.approx(first.diagnosis.size, rel=1e-9)
+    # The twins are FP32, and BLAS may add up other heads in another order.
+    assert second.diagnosis.size == pytest.approx(first.diagnosis.size, rel=2.0**-23)
     assert second.margins.ratio == pytest.approx(first.margins.ratio, rel=1e-9)
 
 
