@@ -249,6 +249,10 @@ def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
         "probs": "P",
         "out": "output",
     }
+    for fmt in ("fp16", "bf16"):
+        if not {"shifted", "exp"} & set(at):
+            both = replace(recipe, at={**at, "shifted": fmt, "exp": fmt})
+            yield f"{fmt} exponent", f"s − max and its exp are held in {fmt.upper()}", both
     for fmt in ("fp16", "bf16", "fp8_e4m3"):
         for stage, name in stages.items():
             if fmt == "fp8_e4m3" and stage not in ("probs", "out"):

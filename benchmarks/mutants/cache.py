@@ -95,18 +95,20 @@ def _short(self: Attention, rows: slice) -> Tensor:
 # fmt: off
 add("token written late", "a step attends before its own token is in the cache", DECODE, _cache(write=_late),
     "last key; right − 1")
-add("V not appended", "steps append K and not V", DECODE, _cache(write=_k_alone))
+add("V not appended", "steps append K and not V", DECODE, _cache(write=_k_alone),
+    "V of the last key missing")
 add("slot one back", "a step's token overwrites the one before", DECODE, _cache(write=_one_back))
 add("last slot of a page", "steps never write the last slot of a page", DECODE, _cache(write=_same_slot))
-add("pages swapped", "V is read through a table with two entries exchanged", DECODE, _cache(read=_swapped))
+add("pages swapped", "V is read through a table with two entries exchanged", DECODE, _cache(read=_swapped),
+    "first V blocks of 16 swapped")
 add("last page stale", "the newest page is read from the oldest", "decode/causal decode/decode",
-    _cache(read=_stale_page), "stale block of 16")
+    _cache(read=_stale_page), "stale page of 16")
 add("evicted a step early", "the oldest token is overwritten by the second", "decode/heavy decode/causal",
-    _cache(read=_first_lost), "key 0 lost; first key")
+    _cache(read=_first_lost), "first key is the second; key 0 lost; first key")
 add("cache in E4M3", "K and V go through an unscaled E4M3 cache", "decode/causal decode/decode",
-    _cache(read=_through_e4m3), recipes=("fp32", "bf16", "fp16"), random=True)
+    _cache(read=_through_e4m3), "cache in fp8_e4m3", recipes=("fp32", "bf16", "fp16"), random=True)
 add("cache of sequence 0", "all sequences read the first one's cache", "decode/decode decode/lengths",
-    _cache(read=_of_sequence_0))
+    _cache(read=_of_sequence_0), "cache of sequence 0")
 add("step length one short", "steps see one key less", "decode/causal decode/decode", {"position": _short},
     "last key; right − 1")
 # fmt: on

@@ -137,7 +137,7 @@ add("l from rounded P", "l sums P after its cast", "online/full naive/causal onl
 add("P in BF16", "P is cast to BF16", "online/full naive/causal", _p_in("bf16"), "bf16 P",
     recipes=("fp32", "fp16"), keeps=("probs",), random=True)
 add("P in E4M3", "P is cast to E4M3 under a scale of 256", "online/full naive/causal", _p_in("fp8_e4m3", 256.0),
-    recipes=("fp32", "bf16", "fp16"), keeps=("probs",), random=True)
+    "fp8_e4m3 P", recipes=("fp32", "bf16", "fp16"), keeps=("probs",), random=True)
 add("P flushed", "P is cast to E4M3 without its scale", "online/heavy naive/sinks online/full online/long",
     _p_in("fp8_e4m3", 1.0), "P scale 1", recipes=FP8, keeps=("probs",), random=True)
 add("P saturates", "P × 512 is cast to E4M3: what exceeds 0.875 is clipped", "online/full naive/heavy",
@@ -152,17 +152,17 @@ add("scores in BF16", "q·k is stored in BF16", "online/full naive/causal", _sco
 add("scores in FP16", "q·k is stored in FP16", "online/full naive/peaked", _scores_in("fp16"), "fp16 q·k",
     random=True)
 add("exponent in BF16", "s − m and its exp are stored in BF16", "online/full naive/causal", _step_in("bf16"),
-    "bf16 P", random=True)
+    "bf16 exponent; bf16 P", random=True)
 add("V through BF16", "V is rounded to BF16", "online/full naive/causal", _through("v", "bf16"),
-    recipes=("fp32", "fp16"), random=True)
+    "v through bf16", recipes=("fp32", "fp16"), random=True)
 add("K through TF32", "K is rounded to TF32", "online/full naive/causal", _through("k", "tf32"),
-    recipes=("fp32",), random=True)
+    "k through tf32", recipes=("fp32",), random=True)
 add("V through E4M3", "V goes through an unscaled E4M3 cache", "decode/causal online/full", _through("v", "fp8_e4m3"),
-    recipes=("fp32", "bf16", "fp16"), random=True)
+    "v through fp8_e4m3", recipes=("fp32", "bf16", "fp16"), random=True)
 add("q scaled before it is stored", "q·scale is rounded to the storage format", "online/wide naive/wide",
     {"prepare": _prescaled_q, "scale": lambda self: self.back}, recipes=NARROW, random=True)
 add("output in BF16", "the output is rounded to BF16", "online/full decode/causal", {"rounded": _coarse_out},
-    recipes=("fp32", "fp16"), keeps=("out",), random=True)
+    "bf16 output", recipes=("fp32", "fp16"), keeps=("out",), random=True)
 for tensor in "qkv":
     add(f"{tensor} not descaled", f"the scale of {tensor} is left out", "online/full naive/causal",
         _scales(tensor, torch.ones_like), f"{tensor} not descaled", recipes=FP8)
@@ -173,7 +173,7 @@ add("v scale of head 0", "all heads take the scale of v of head 0", "online/full
 add("k scale of head 0", "all heads take the scale of k of head 0", "online/full naive/causal",
     _scales("k", lambda s: s[:, :1].expand_as(s)), "scale of k of head 0", recipes=FP8)
 add("v of head 1 not descaled", "one head's scale of v is left out", "online/full decode/causal",
-    _scales("v", _one_head), recipes=FP8)
+    _scales("v", _one_head), "v not descaled; shrink", recipes=FP8)
 add("v scale through BF16", "the scale of v is rounded to BF16", "online/full naive/causal",
     _scales("v", lambda s: round_to(s, "bf16")), "shrink", recipes=FP8)
 # fmt: on

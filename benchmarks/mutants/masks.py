@@ -69,30 +69,30 @@ add("window left − 1", "the window hides its last key", "naive/window online/w
 add("window ignored", "the window's left side is ignored", "naive/window online/window",
     _edges(lambda left, right: (None, right)), "no window")
 add("window on both sides", "the window's right side is its left", "naive/window online/window",
-    _edges(lambda left, right: (left, left)))
+    _edges(lambda left, right: (left, left)), "window on both sides")
 add("diagonal tiles not masked", "16 × 16 tiles on the diagonal are not masked", CAUSAL,
-    {"seen": _no_rule_in_tile})
+    {"seen": _no_rule_in_tile}, "diagonal tiles of 16 not masked")
 add("tile before the diagonal skipped", "the 16 keys before a row's own tile are lost", "triangle/causal online/gqa",
-    {"seen": _skips_a_block})
+    {"seen": _skips_a_block}, "tile of 16 before the diagonal lost")
 add("masked after softmax", "hidden keys are in the denominator", CAUSAL + " naive/mask",
-    {"hidden": _softmax_of_all, "product": _masked_after}, "row sum")
+    {"hidden": _softmax_of_all, "product": _masked_after}, "masked after softmax")
 add("weak mask", "hidden scores are lowered by 10 and not to −∞", "naive/causal online/mask",
-    {"hidden": lambda self, s, seen: torch.where(seen, s, s - 10.0)})
+    {"hidden": lambda self, s, seen: torch.where(seen, s, s - 10.0)}, "hidden keys leak")
 add("lengths ignored", "keys beyond a sequence's length are seen", "naive/lengths online/lengths",
     {"lengths": lambda self: torch.tensor([self.keys]).view(-1, 1, 1, 1)}, "no kv_lens")
 add("length + 1", "one key beyond each sequence's length is seen", "naive/lengths online/lengths",
-    {"lengths": lambda self: (Attention.lengths(self) + 1).clamp(max=self.keys)})
+    {"lengths": lambda self: (Attention.lengths(self) + 1).clamp(max=self.keys)}, "kv_lens + 1")
 add("length − 1", "the last key of each sequence is lost", "naive/lengths online/lengths split/lengths",
-    {"lengths": lambda self: Attention.lengths(self) - 1}, "last key")
+    {"lengths": lambda self: Attention.lengths(self) - 1}, "last key; kv_lens − 1")
 add("lengths of sequence 0", "all sequences have the first one's length", "naive/lengths online/lengths",
-    {"lengths": lambda self: Attention.lengths(self)[:1].clone()}, "no kv_lens")
+    {"lengths": lambda self: Attention.lengths(self)[:1].clone()}, "kv_lens of sequence 0; no kv_lens")
 add("mask inverted", "the mask has the other polarity", "naive/mask online/mask", _option("mask", lambda m: ~m),
     "mask inverted")
 add("mask ignored", "the mask is ignored", "naive/mask online/mask", {"mask": lambda self: None}, "no mask")
 add("mask of head 0", "all heads take the mask of head 0", "naive/mask split/mask", _option("mask", lambda m: m[:, :1]),
     "mask of head 0")
 add("mask one key off", "the mask is shifted by one key", "naive/mask online/mask",
-    _option("mask", lambda m: m.roll(1, 3)))
+    _option("mask", lambda m: m.roll(1, 3)), "mask one key off")
 add("bias ignored", "the bias is ignored", "naive/bias online/bias", {"bias": lambda self: None}, "no bias")
 add("bias scaled", "the bias is scaled with the scores", "naive/bias online/bias",
     _option("bias", lambda b: b / 8), "bias scaled")
@@ -100,7 +100,7 @@ add("bias − 1 %", "the bias is 0.99 of itself", "naive/bias split/bias", _opti
 add("bias of head 0", "all heads take the bias of head 0", "naive/bias online/bias",
     _option("bias", lambda b: b[:, :1]), "bias of head 0")
 add("bias transposed", "row and key of the bias are exchanged", "naive/bias online/bias",
-    _option("bias", lambda b: b.mT))
+    _option("bias", lambda b: b.mT), "bias transposed")
 add("sink dropped", "the sink is not in the denominator", "naive/sinks online/sinks split/sinks",
     {"sink": lambda self: None}, "no sink")
 add("sink twice", "the sink is counted twice", "naive/sinks online/sinks",
@@ -108,9 +108,9 @@ add("sink twice", "the sink is counted twice", "naive/sinks online/sinks",
 add("sink scaled", "the sink is scaled with the scores", "naive/sinks online/sinks", _option("sink", lambda x: x / 8),
     "sink scaled")
 add("sink of head 0", "all heads take the sink of head 0", "naive/sinks split/sinks",
-    _option("sink", lambda x: x[:, :1].expand_as(x)))
+    _option("sink", lambda x: x[:, :1].expand_as(x)), "sink of head 0")
 add("sink as a key of value 1", "the sink's value is 1 and not 0", "naive/sinks online/sinks",
-    {"divided": lambda self, state: _with_value(self, state)})
+    {"divided": lambda self, state: _with_value(self, state)}, "sink with a value")
 # fmt: on
 
 

@@ -95,7 +95,7 @@ add("exp by a cubic", "2^f is a polynomial that is 1e-4 off", "online/full naive
 add("no max", "exp(s) without subtracting the max", "naive/large online/large", {"top": _without_max},
     "overflow in exp", ranged=True)
 add("max from zero", "the running max starts at 0", "online/low naive/low", {"start": _max_from_zero},
-    ranged=True)
+    "underflow in exp", ranged=True)
 add("not normalised", "O is not divided by l", "online/full naive/causal decode/causal",
     _divided(torch.ones_like), "not normalised")
 add("l + 0.05", "0.05 is added to the denominator", "online/full naive/causal", _divided(lambda x: x + 0.05),
@@ -109,17 +109,17 @@ add("no rescale", "O and l are not rescaled when the max grows", "online/full on
 add("O not rescaled", "O is not rescaled when the max grows", "online/full online/causal", {"add_o": _l_only},
     "O not rescaled, blocks of 64")
 add("l not rescaled", "l is not rescaled when the max grows", "online/full online/causal",
-    {"add_l": _first_scale_only}, "row sum")
+    {"add_l": _first_scale_only}, "l not rescaled, blocks of 64")
 add("rescale to base 2", "exp to base 2 in the rescale alone", "online/full online/peaked",
-    {"factor": lambda self, old, new: torch.exp2(old - new)})
+    {"factor": lambda self, old, new: torch.exp2(old - new)}, "rescale to base 2, blocks of 64")
 add("rescale twice", "the rescale is applied twice", "online/full online/causal",
-    {"factor": lambda self, old, new: torch.exp(2 * (old - new))})
+    {"factor": lambda self, old, new: torch.exp(2 * (old - new))}, "rescale twice, blocks of 64")
 add("softcap ignored", "the softcap is ignored", "online/softcap naive/softcap", _capped(lambda s, c: s),
     "no softcap")
 add("softcap as a clamp", "scores are clamped to ± the softcap", "online/softcap naive/softcap",
-    _capped(lambda s, c: s if c is None else s.clamp(-c, c)))
+    _capped(lambda s, c: s if c is None else s.clamp(-c, c)), "softcap as a clamp")
 add("softcap + 1 %", "the softcap is 1.01 times its value", "online/softcap naive/softcap",
     _capped(lambda s, c: 1.01 * c * torch.tanh(s / (1.01 * c))), "softcap")
 add("softcap not multiplied back", "tanh(s/cap) is left between −1 and 1", "online/softcap split/softcap",
-    _capped(lambda s, c: torch.tanh(s / c)))
+    _capped(lambda s, c: torch.tanh(s / c)), "softcap not multiplied back")
 # fmt: on

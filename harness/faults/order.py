@@ -50,6 +50,9 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
         for by in (1, -1):
             yield "channels rotated", "channels are one off", partial(o.roll, by, 3)
     if k.shape[2] > 1:
+        late = {n: torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for n, t in (("k", k), ("v", v))}
+        what = "the oldest key is overwritten by the next"
+        yield "first key is the second", what, lambda: x.run(k=late["k"], v=late["v"])
         for by in (-1, 1):
             yield "V one key off", "V is read one key off", partial(x.run, v=v.roll(by, 2))
         yield (

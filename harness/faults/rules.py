@@ -92,8 +92,19 @@ def _tiles(x: Subject) -> Iterator[Fault]:
         what = f"tiles of {size} × {size} on the diagonal are not masked"
         shown = x.seen | ((tile == own) & (x.keys < x.lengths))
         yield f"diagonal tiles of {size} not masked", what, partial(x.over, shown)
+        what = f"the {size} keys of a row's own page are the oldest page's"
+        yield f"stale page of {size}", what, partial(_stale_page, x, size)
         what = f"the {size} keys before a row's own tile are lost"
         yield f"tile of {size} before the diagonal lost", what, partial(x.over, x.seen & (tile != own - 1))
+
+
+def _stale_page(x: Subject, size: int) -> Tensor:
+    """Keys and values of the block in which a row stands are those of the first block."""
+    s, v = scores(x)
+    own = x.positions.div(size, rounding_mode="floor")
+    index = torch.where(x.keys // size == own, x.keys % size, x.keys).expand_as(s)
+    p = softmax(x, s.gather(-1, index).masked_fill(~x.seen, -math.inf))
+    return torch.zeros_like(p).scatter_add_(-1, index, p) @ v
 
 
 def _masked_after(x: Subject) -> Tensor:
