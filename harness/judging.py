@@ -18,7 +18,7 @@ from torch import Tensor
 from harness.compare import compare, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
-from harness.error_model import BLACK_BOX, WHOLE, Expectation, Form, expectations
+from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form, expectations
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
 from harness.operands import Extras, check
@@ -257,8 +257,9 @@ class Docket:
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Variance and ceiling of whole rows. Which values of P are exact depends on a kernel's blocks, and those of a
-        black box are not known: where a block's own max is rounded, whole rows say how much."""
-        (expected,) = self.expected([WHOLE])
+        black box are not known: where a block's own max is rounded, whole rows say how much. Nor is it known whether it
+        adds its keys up one by one."""
+        (expected,) = self.expected([SERIAL])
         return expected.variance, expected.ceiling
 
     def judgement(

@@ -84,7 +84,9 @@ class Setting:
             self.call.q, self.call.k, self.call.v, self.call.spec, self.call.extras, (q.scale, k.scale, v.scale),
             part.rows.start, call.shape.q_len,
         )  # fmt: skip
-        self.base = Twins(self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS)
+        self.base = Twins(
+            self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS, split=False
+        )
         self._kept: list[Wrong] | None = None
 
     def wrongs(self) -> Iterator[Wrong]:
@@ -112,7 +114,7 @@ class Setting:
             for size in (None, *(n for n in BLOCKS if n < self.subject.k.shape[2])):
                 yield "truncated P", DIRECTIONS["truncated P"], cut_p(self.subject, recipe, size)
         for name, what, changed in variants(recipe):
-            twins = Twins(self.stored, self.call.spec, changed, self.call.extras, BLOCKS)
+            twins = Twins(self.stored, self.call.spec, changed, self.call.extras, BLOCKS, split=False)
             for i in range(len(twins)):
                 yield name, what, twins[i] - self.base[i]
 

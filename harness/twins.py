@@ -16,8 +16,15 @@ from harness.recipe import Recipe
 from harness.sample import Sample
 from harness.spec import AttentionSpec
 
-# Nearest first for a kernel that holds whole rows, then an online softmax of these keys a block.
-FIRST, BLOCKS = "naive_masked", (128, 16)
+# Nearest first for a kernel that holds whole rows, then an online softmax of these keys a block, then parts of the keys
+# merged by their lse.
+FIRST, BLOCKS, SPLITS = "naive_masked", (128, 16), 4
+
+
+_ALGORITHMS: dict[int | str | None, tuple[str, dict[str, int]]] = {
+    None: (FIRST, {}),
+    "split": ("split_kv", {"splits": SPLITS}),
+}
 
 
 class Twins:
@@ -25,14 +32,19 @@ class Twins:
 
     def __init__(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras,
-        blocks: tuple[int, ...] = BLOCKS, sample: Sample | None = None,
+        blocks: tuple[int, ...] = BLOCKS, sample: Sample | None = None, split: bool = True,
     ) -> None:  # fmt: skip
         self._stored, self._spec, self._recipe, self._extras = stored, spec, recipe, extras
         self._sample = sample or Sample(stored[0].codes.shape[2])
         keys = stored[1].codes.shape[2]
         # A block that holds every key does what the one before it does, unless P is normalised early.
         early = recipe.normalise == "early"
-        self._left = [None, *(b for b in blocks if b < keys or (early and b == max(blocks)))]
+        self._left: list[int | str | None] = [
+            None,
+            *(b for b in blocks if b < keys or (early and b == max(blocks))),
+        ]
+        if split and keys > 1:
+            self._left.append("split")
         self._made: list[Tensor] = []
 
     def add(self, out: Tensor) -> None:
@@ -46,7 +58,7 @@ class Twins:
     def __getitem__(self, index: int) -> Tensor:
         while len(self._made) <= index:
             block = self._left.pop(0)
-            name, options = (FIRST, {}) if block is None else ("online_softmax", {"block": block})
+            name, options = _ALGORITHMS.get(block, ("online_softmax", {"block": block}))  # type: ignore[arg-type,dict-item]
             with torch.no_grad():
                 result = registry.get(name).run_stored(
                     self._stored, self._spec, self._recipe, self._extras, rows=self._sample.blocks, **options

@@ -64,7 +64,10 @@ def key_parts(keys: slice, splits: int) -> list[slice]:
 
 def split_kv(ar: Arithmetic, p: Problem, splits: int = 4) -> tuple[Tensor, Tensor]:
     """All rows over `splits` parts of the keys that some of them see."""
-    rows = slice(0, p.shape.q_len)
+    return _split(ar, p, slice(0, p.shape.q_len), splits)
+
+
+def _split(ar: Arithmetic, p: Problem, rows: slice, splits: int) -> tuple[Tensor, Tensor]:
     bare = replace(p, spec=replace(p.spec, empty_row="zero"), extras=replace(p.extras, sinks=None))
     partial = _Partial(ar.recipe, ar.watch)
     outs, lses = [], []
@@ -77,7 +80,7 @@ def split_kv(ar: Arithmetic, p: Problem, splits: int = 4) -> tuple[Tensor, Tenso
     if sink is not None:
         outs.append(torch.zeros_like(outs[0]))
         lses.append(sink[..., 0].expand_as(lses[0]))
-    ar.block = Block(rows.start, p.shape.q_len)
+    ar.block = Block(rows.start, rows.stop - rows.start)
     out, lse = merge_partials(ar, outs, lses)
     if p.spec.empty_row == "nan":
         empty = lse == -math.inf
@@ -85,4 +88,4 @@ def split_kv(ar: Arithmetic, p: Problem, splits: int = 4) -> tuple[Tensor, Tenso
     return p.unfold(out), p.unfold(lse[..., None])[..., 0]
 
 
-SPLIT_KV = Algorithm("split_kv", split_kv, options={"splits": 4})
+SPLIT_KV = Algorithm("split_kv", split_kv, _split, options={"splits": 4})

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from harness.error_model.block import Block
 from harness.error_model.ceiling import ceiling
-from harness.error_model.form import BLACK_BOX, WHOLE, Form, form_of
+from harness.error_model.form import BLACK_BOX, SERIAL, WHOLE, Form, form_of
 from harness.error_model.problem import Problem
 from harness.error_model.variance import spread, unpredicted
 from harness.operands import check, squares_fit_fp32
@@ -22,7 +22,7 @@ from harness.recipe import Recipe, get_recipe
 from harness.spec import AttentionSpec
 from harness.truth import Truth, reference
 
-__all__ = ["BLACK_BOX", "WHOLE", "Expectation", "Form", "expect", "expectations", "form_of"]
+__all__ = ["BLACK_BOX", "SERIAL", "WHOLE", "Expectation", "Form", "expect", "expectations", "form_of"]
 
 
 @dataclass(frozen=True)

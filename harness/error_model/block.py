@@ -258,12 +258,15 @@ class Block:
         most = (self.q.shape[-1] + 16) * u * self._longest
         return most**2 < SLIGHT * out.unit_roundoff**2
 
-    @cached_property
-    def weight_square(self) -> Tensor:
-        """Σ_j g_j p_j² v_jc², g from `early`."""
-        n = self.count.to(self.p.dtype).clamp(min=1.0)
-        at = torch.arange(self.p.shape[-1], dtype=n.dtype, device=n.device) % CHUNK
-        return self.about(self.p2 * early(at / (n / torch.ceil(n / CHUNK))), None)
+    def weight_square(self, chunk: Tensor | float) -> Tensor:
+        """Σ_j g_j p_j² v_jc², g from `early`, of sums in chunks (of each row)."""
+        key = ("weight_square", None if isinstance(chunk, Tensor) else chunk)
+        if key not in self.kept:
+            n = self.count.to(self.p.dtype).clamp(min=1.0)
+            at = torch.arange(self.p.shape[-1], dtype=n.dtype, device=n.device) % chunk
+            weights = self.p2 * early(at / (n / torch.ceil(n / chunk))).to(self.p.dtype)
+            self.kept[key] = (self.about(weights, None), self.m)
+        return self.kept[key][0]
 
     @cached_property
     def gross(self) -> Tensor:

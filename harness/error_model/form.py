@@ -15,20 +15,24 @@ ARRANGEMENTS = ("whole", "stream", "split")
 class Form:
     """`whole`: all keys of a row in one piece. `stream`: blocks of `size` keys under a running max, always normalised
     late. `split`: `size` parts of the keys attended apart and merged by their lse. Without `subtract_max` the
-    exponent is the score itself (`whole` only).
+    exponent is the score itself (`whole` only). The last `alone` rows are computed one at a time: a product with one
+    row adds its keys up in sequence, where one with many adds sums of `CHUNK` keys.
 
-    Raises ValueError for another arrangement, a size below 1, and a missing max where it is needed.
+    Raises ValueError for another arrangement, a size below 1, a missing max where it is needed, and alone < 0.
     """
 
     arrangement: str = "stream"
     size: int = 128
     subtract_max: bool = True
+    alone: int = 0
 
     def __post_init__(self) -> None:
         if self.arrangement not in ARRANGEMENTS:
             raise ValueError(f"arrangement is {self.arrangement!r}; allowed: {', '.join(ARRANGEMENTS)}")
         if not isinstance(self.size, int) or self.size < 1:
             raise ValueError(f"size is {self.size!r}; allowed: an integer ≥ 1")
+        if not isinstance(self.alone, int) or self.alone < 0:
+            raise ValueError(f"alone is {self.alone!r}; allowed: an integer ≥ 0, of rows")
         if not self.subtract_max and self.arrangement != "whole":
             raise ValueError(f"subtract_max is False in a {self.arrangement}; allowed: True, or a whole row")
 
@@ -44,13 +48,16 @@ class Form:
 
 
 WHOLE = Form("whole")
+SERIAL = Form("whole", alone=2**31)  # every row by itself
 BLACK_BOX = Form("stream", 128)  # flash-like: what most fused kernels do
 
 
 def form_of(name: str, options: Mapping[str, int] | None = None) -> Form:
     """The form of a registered algorithm run with `options`; of anything unknown, a flash-like kernel's."""
     options = options or {}
-    if name in ("naive_masked", "lower_triangle", "decode_with_cache", "chunked_decode", "paged_decode"):
+    if name == "decode_with_cache":
+        return Form("whole", alone=options.get("steps", 4))
+    if name in ("naive_masked", "lower_triangle", "chunked_decode", "paged_decode"):
         return WHOLE
     if name == "naive_unsafe":
         return Form("whole", subtract_max=False)

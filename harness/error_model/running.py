@@ -9,7 +9,7 @@ from torch import Tensor
 
 from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, within
-from harness.error_model.problem import NEGLIGIBLE
+from harness.error_model.problem import CHUNK, NEGLIGIBLE
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
 
@@ -36,6 +36,12 @@ class Groups:
         # head's mean square stands for the keys'.
         self.fine = rounded(recipe, "out") is None
         self.size, self.parts = form.groups(b.span.stop - b.span.start)
+        self.chunk: float | Tensor = CHUNK
+        length = b.p_.shape.q_len
+        if form.alone and b.rows.stop > length - form.alone and b.p.shape[-1] > CHUNK:
+            last = torch.arange(b.rows.start, b.rows.stop, device=b.m.device) >= length - form.alone
+            last = last.repeat(b.group)[None, :, None]
+            self.chunk = torch.where(last, float(b.p.shape[-1]), float(CHUNK)).to(torch.float64)
         # Groups count from where some row's keys start; of this block's they may cut the first and the last.
         self.lead = (b.keys.start - b.span.start) % self.size if form.arrangement != "whole" else 0
         self.here = max(1, -(-(self.lead + b.d.shape[-1]) // self.size))

@@ -31,7 +31,7 @@ class Spread:
     lse: Tensor
 
 
-def partial_sums(n: Tensor | float, chunk: float) -> tuple[Tensor, Tensor]:
+def partial_sums(n: Tensor | float, chunk: Tensor | float) -> tuple[Tensor, Tensor]:
     """E Σ (partial sum)² = first·(Σx)² + second·Σx² for n exchangeable terms x in chunks, then over chunks."""
     n = torch.as_tensor(n, dtype=torch.float64).clamp(min=1.0)
     r = torch.ceil(n / chunk)
@@ -242,7 +242,9 @@ class _Spread(Groups):
         b, u2, o2 = self.b, C2 * self.u**2, self.b.o**2
         # Σp²v² where the sum is not what decides: the head's mean square stands for the keys'.
         square = (
-            b.weight_square if self.fine else b.p2_sum.double() * self._mean_square(torch.zeros_like(b.o))
+            b.weight_square(self.chunk)
+            if self.fine
+            else b.p2_sum.double() * self._mean_square(torch.zeros_like(b.o))
         )
         n = b.count.double()
         scale = b.p_.scales[2]
@@ -260,7 +262,7 @@ class _Spread(Groups):
             x = (1 + factors) * o2
             rows = torch.zeros_like(n)  # in _merge
         else:
-            first, second = partial_sums(n, CHUNK)
+            first, second = partial_sums(n, self.chunk)
             rows = 4 + n / 768
             x = (rows + factors) * o2 + (square if self.early else o2)
         self.inner = (first, second)
