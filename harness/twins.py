@@ -58,7 +58,7 @@ class Twins:
     def __getitem__(self, index: int) -> Tensor:
         while len(self._made) <= index:
             block = self._left.pop(0)
-            name, options = _ALGORITHMS.get(block, ("online_softmax", {"block": block}))  # type: ignore[arg-type,dict-item]
+            name, options = _ALGORITHMS.get(block, ("online_softmax", {"block": block}))
             with torch.no_grad():
                 result = registry.get(name).run_stored(
                     self._stored, self._spec, self._recipe, self._extras, rows=self._sample.blocks, **options
