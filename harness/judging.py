@@ -337,12 +337,12 @@ class Docket:
         share = 1.0
         if bool(wrong.any()) and bool((wrong & empty).sum() == wrong.sum()):
             return Diagnosis("empty rows", "rows that see no key are not what the rule says", 1.0, 0.0, share)
-        if (ranged := self._without_max(wrong)) is not None:
-            return ranged
         seen = [h for h in hazards if h.kind in _LOUD or h.kind is HazardKind.SENTINEL]
         if seen:
             first = min(seen, key=lambda h: h.source != "observed")
             return Diagnosis(f"{first.kind.value} in {first.stage}", str(first), 1.0, 0.0, share)
+        if (ranged := self._without_max(wrong)) is not None:
+            return ranged
         return Diagnosis(NOTHING, "no stage of the recipe leaves its format on these inputs", 0.0, 0.0, 0.0)
 
     def _lse_errors(self, lse: Tensor) -> Errors:
