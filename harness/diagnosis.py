@@ -159,7 +159,13 @@ def _ranked(found: list[_Found], tau: float) -> list[_Found]:
         if f.suspect.name not in best or f.gain > best[f.suspect.name].gain:
             best[f.suspect.name] = f
     ranked = sorted(best.values(), key=lambda f: -f.gain)
-    return sorted(ranked, key=lambda f: (1, 0.0) if not _equal(ranked[0], f, tau) else (0, f.suspect.fitted))
+    order = {name: i for i, name in enumerate(best)}
+    return sorted(
+        ranked,
+        key=lambda f: (
+            (0, f.suspect.fitted, order[f.suspect.name]) if _equal(ranked[0], f, tau) else (1, 0.0, 0)
+        ),
+    )
 
 
 def _in_scope(s: Suspect, scope: str, part: Part, tau: float) -> _Found | None:

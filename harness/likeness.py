@@ -19,7 +19,7 @@ from harness.error_model import BLACK_BOX, WHOLE, Form, expectations
 from harness.recipe import Recipe
 from harness.suspects import Trial, variants
 
-FORMS = (WHOLE, Form("stream", 16), Form("stream", 64), BLACK_BOX)
+FORMS = (WHOLE, *(Form("stream", n) for n in (16, 32, 48, 64, 96)), BLACK_BOX)
 AS_LARGE = (0.6, 1.6)  # error² ÷ variance, over the part and within each head
 NARROW_STAGES = ("accumulator", "running sum", "q·k", "P", "output")
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from planted import PLANTS, RECIPES, Kernel, Plant, made, planted
 
+import harness
 from harness import Status
 from harness.diagnosis import NOTHING
 from harness.recipe import get_recipe
@@ -127,3 +131,79 @@ def test_rows_off_by_factors_of_their_own_are_a_sum_that_is_imprecise() -> None:
     assert j.diagnosis is not None
     assert j.diagnosis.fault == "row sum"
     assert j.diagnosis.size == pytest.approx(1e-3, rel=5 / (2 * 128) ** 0.5)
+
+
+def alone(change: Callable[[torch.Tensor], None], recipe: str = "bf16") -> Any:
+    """The judgement of an honest output of which a part is changed."""
+    call = made((1, 4, 128, 64), recipe, causal=True)
+    out = Kernel()(call).double()
+    change(out)
+    return call.judge(out)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_fault_of_one_head_is_named_with_the_head(recipe: str) -> None:
+    def wrong(out: torch.Tensor) -> None:
+        out[:, 2] *= 1.02
+
+    d = alone(wrong, recipe).diagnosis
+    assert d.fault == "shrink"
+    assert d.size == pytest.approx(0.02, rel=0.1)
+    assert d.what.endswith("in 1 of 4 heads alone (b=0 h=2)")
+
+
+@pytest.mark.parametrize("row", [5, 64, 127])
+def test_fault_of_one_row_is_named_with_the_row_wherever_it_lies(
+    row: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("harness.part.PAIRS", 4 * 128 * 32)  # 32 rows are looked at
+
+    def wrong(out: torch.Tensor) -> None:
+        out[0, 1, row] *= 1.2
+
+    d = alone(wrong).diagnosis
+    assert d.fault == "shrink"
+    assert d.what.endswith(f"rows alone (b=0 h=1 i={row})")
+
+
+def test_wrong_elements_are_counted() -> None:
+    def wrong(out: torch.Tensor) -> None:
+        out[0, 1, 40, 3] += 1.0
+
+    d = alone(wrong).diagnosis
+    assert d.fault == "single elements"
+    assert "1 of 32768 elements is wrong, first b=0 h=1 i=40 c=3" in d.what
+
+
+def test_a_key_that_some_rows_lose_is_named_with_the_rows() -> None:
+    call = made((1, 4, 128, 64), "fp16", causal=True)
+    lost = torch.ones(1, 1, 128, 128, dtype=torch.bool)
+    lost[..., ::2, 5] = False
+    q, k, v = (x.values for x in call.stored)
+    moved = harness.reference(q, k, v, call.spec, mask=lost).out - harness.reference(q, k, v, call.spec).out
+    d = call.judge(Kernel()(call) + moved).diagnosis
+    assert d.fault == "key 5 lost"
+    assert "rows alone" in d.what
+
+
+@pytest.mark.parametrize(
+    ("stage", "fmt", "name"),
+    [("acc", "fp16", "fp16 accumulator"), ("acc", "bf16", "bf16 accumulator"), ("scores_raw", "fp16", "fp16 q·k"),
+     ("probs", "bf16", "bf16 P"), ("out", "fp8_e4m3", "fp8_e4m3 output")],
+)  # fmt: skip
+@pytest.mark.parametrize("block", [48, 64])
+def test_a_stage_in_a_narrower_format_is_named_whatever_the_blocks(
+    stage: str, fmt: str, name: str, block: int
+) -> None:
+    call = made((1, 4, 128, 64), "fp32")
+    wrong = replace(call.recipe, at={**call.recipe.at, stage: fmt})
+    out = harness.get("online_softmax").run_stored(call.stored, call.spec, wrong, block=block).out
+    d = call.judge(out).diagnosis
+    assert d.fault == name, str(d)
+
+
+def test_a_scale_far_off_is_named_with_its_size() -> None:
+    call = made((1, 4, 128, 64), "bf16")
+    d = call.judge(Kernel(scale=0.6)(call)).diagnosis
+    assert d.fault == "scale"
+    assert d.size == pytest.approx(math.log(0.6), rel=1e-3)

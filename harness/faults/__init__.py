@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from harness.faults.casts import cut_p, storage
 from harness.faults.order import blocks, doubled, heads_and_rows, without
-from harness.faults.rules import leak, options, positions, scales
+from harness.faults.rules import leak, options, positions, scales, tiles
 from harness.faults.subject import BLOCKS, Fault, Subject
 from harness.faults.sums import arithmetic, merges, rescales
 
@@ -18,6 +18,17 @@ __all__ = ["BLOCKS", "Fault", "Subject", "cut_p", "doubled", "faults", "leak", "
 
 
 def faults(x: Subject) -> Iterator[Fault]:
-    """Every fault that this call could have."""
-    for family in (scales, positions, options, heads_and_rows, blocks, rescales, merges, arithmetic, storage):
+    """Every fault that this call could have; of equal ones the first is the likelier."""
+    for family in (
+        scales,
+        positions,
+        options,
+        heads_and_rows,
+        blocks,
+        rescales,
+        arithmetic,
+        storage,
+        tiles,
+        merges,
+    ):
         yield from family(x)

@@ -49,8 +49,6 @@ def positions(x: Subject) -> Iterator[Fault]:
     if spec.left is not None and spec.right != spec.left:
         both = replace(spec, causal=False, window=(spec.left, spec.left))
         yield "window on both sides", "the window reaches as far right as left", lambda: x.run(both)
-    if spec.right is not None:
-        yield from _tiles(x)
     if not bool(x.seen.all()):
         what = "the softmax is of hidden keys too, which are left out of P·V alone"
         yield "masked after softmax", what, partial(_masked_after, x)
@@ -83,8 +81,10 @@ def _moved(x: Subject, side: str, by: int) -> Tensor:
     return seen if x.extras.bias is None else seen & (x.extras.bias != -math.inf)
 
 
-def _tiles(x: Subject) -> Iterator[Fault]:
+def tiles(x: Subject) -> Iterator[Fault]:
     """Blocks of the score matrix on and below the diagonal."""
+    if x.spec.right is None:
+        return
     for size in BLOCKS:
         if size >= x.k.shape[2]:
             break
