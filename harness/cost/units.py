@@ -68,7 +68,7 @@ def show_bytes(count: float) -> str:
 
 def show_flops(count: float) -> str:
     """1.05 PFLOP."""
-    return _scaled(count, [(_DECIMAL[p], f"{p}FLOP") for p in "EPTGM"] + [(1.0, "FLOP")])
+    return _scaled(count, [(_DECIMAL[p], f"{p}FLOP") for p in "EPTGM"] + [(1e3, "kFLOP"), (1.0, "FLOP")])
 
 
 def show_time(seconds: float) -> str:
