@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 import tomllib
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from harness.cost.roofline import Rates
 from harness.cost.settings import KEYS, MODEL_KEYS, NEEDED, read_config, settings
 from harness.formats import BF16, FORMATS, FP8_E4M3
 from harness.recipe import RECIPES
+
+ROOT = Path(__file__).resolve().parent.parent
 
 # Numbers of parameters, as the metadata of the models' safetensors files on huggingface.co gives them.
 PUBLISHED = {
@@ -328,6 +332,32 @@ def test_every_key_is_documented_and_the_documented_file_is_valid() -> None:
     assert settings(example).model is MODELS["llama-3.1-8b"]
     assert set(re.findall(r"\w+", cost.help or "")) >= {*KEYS, *MODEL_KEYS}
     assert set(NEEDED) < set(MODEL_KEYS)
+
+
+def test_example_of_the_document_is_valid_and_the_readmes_table_is_printed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    example = (
+        (ROOT / "docs" / "cost.md").read_text(encoding="utf-8").partition("```toml\n")[2].partition("```")[0]
+    )
+    assert settings(tomllib.loads(example)).model.params == get_model("llama-3.1-8b").params
+    readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What it costs")[2].split("```\n")
+    told(*readme[1].split()[4:])
+    assert readme[3] in capsys.readouterr().out
+
+
+def test_command_loads_nothing_heavy() -> None:
+    """Neither torch nor numpy, nor what the other commands need: it has 0.3 s."""
+    script = (
+        "import sys\nfrom harness.cli import main\ntry:\n    main(['cost', '--model', 'plain-7b'])\nfinally:\n"
+        "    heavy = {'torch', 'numpy', 'pydantic', 'tabulate', 'harness.registry', 'harness.records'}\n"
+        "    print(heavy & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "set()"
 
 
 BAD = [

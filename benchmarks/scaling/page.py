@@ -22,7 +22,7 @@ QUANTITIES: tuple[tuple[str, Callable[[Point], float | None]], ...] = (
     ("FLOPs", lambda p: p.flops),
 )
 TOLD = f"""\
-FP32, causal, [1, {HEADS}, L, {HEAD_DIM}], one thread; of `one decode step`, one query over L keys. **time**: CPU time
+FP32, causal, [1, {HEADS}, L, {HEAD_DIM}], one thread; for `one decode step`, one query over L keys. **time**: CPU time
 of a call, in multiples of the first row's; machines differ, ratios less so. **allocated**: the most that torch's
 allocator had given out at once during the call, inputs not counted; equal in every run. **resident**: by how much the
 call raised the peak resident set of a fresh process, in which freed memory goes back to the system at once. **FLOPs**:
