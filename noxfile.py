@@ -253,6 +253,12 @@ def published(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def scaling(session: nox.Session) -> None:
+    """Measure how time, memory and FLOPs grow with the length (-- --max L): `python -m benchmarks.scaling`."""
+    _run(session, _harness_code, "-m", "benchmarks.scaling", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def gate(session: nox.Session) -> None:
     """Compare with the stored baseline: `python -m harness gate`."""
     _run(session, _harness_code, "-m", "harness", "gate", *session.posargs)

@@ -21,6 +21,7 @@ from harness.records import Status, read_records, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("--cases", "smoke", "--only", "smoke/causal-*", "-i", "naive_masked", "-r", "bf16", "--jobs", "1")
+COST = ("--model", "plain-7b")
 CASE = "from harness import *\nCASES = [Case('mine', 'one', Shape(q_len=4, head_dim=8), 'a why'{})]\n"
 
 # What an installed package would bring: one kills its process, one never ends. Both wait for what the test needs.
@@ -107,7 +108,7 @@ def plugin(tmp_path: Path) -> Path:
 
 
 MISTAKES = [
-    (["frobnicate"], "frobnicate", "capture, certify, gate, list, report, run"),
+    (["frobnicate"], "frobnicate", "capture, certify, cost, gate, list, report, run"),
     (["list", "kernels"], "kernels", "'implementations', 'recipes', 'cases'"),
     (["run", "--cases", "nope"], "nope", "all, decode"),
     (["run", "--cases", "missing.py"], "missing.py", "path.py"),
@@ -136,6 +137,20 @@ MISTAKES = [
     (["gate"], "smoke.jsonl", "--update"),
     (["gate", "--update", "--records", "missing.jsonl"], "missing.jsonl does not exist", "harness run"),
     (["gate", "--baseline", "damaged.jsonl"], "damaged.jsonl, line 1", "--update"),
+    (["cost"], "no model", "--list"),
+    (["cost", "--model", "nope"], "nope", "llama-3.1-8b"),
+    (["cost", *COST, "--context", "0"], "'0'", "4096, 128K, 1M"),
+    (["cost", *COST, "--context", "1.0001K"], "'1.0001K'", "whole number"),
+    (["cost", *COST, "--batch", "0"], "--batch", "x>=1"),
+    (["cost", *COST, "--kv", "nope"], "nope", "mxfp8"),
+    (["cost", *COST, "--kv", "bf16,"], "''", "fp8_e5m2"),
+    (["cost", *COST, "--weights", "mxfp8"], "mxfp8", "bf16"),
+    (["cost", *COST, "--bandwidth", "4.8"], "'4.8'", "4.8TB/s"),
+    (["cost", *COST, "--bandwidth", "0TB/s"], "0TB/s", "> 0"),
+    (["cost", *COST, "--flops", "989TB/s"], "989TB/s", "989TFLOP/s"),
+    (["cost", "--config", "missing.toml"], "missing.toml", "cannot be read"),
+    (["cost", "--config", "bad.toml"], "bad.toml", "cannot be read"),
+    (["cost", "--config", "field.toml"], "unknown key 'colour'", "model, context, batch, kv, weights"),
     (["capture"], "--out", "Missing option"),
     (["capture", "--layers", "a", "--out", "x"], "'a'", "0,7,15"),
     (["capture", "--tokens", "0", "--out", "x"], "--tokens", "x>=1"),
@@ -183,7 +198,9 @@ def test_no_command_shows_the_help_and_is_wrong_usage(call: Call) -> None:
     assert "Commands:" in done.err
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["report"], ["gate"], ["list"], ["capture"]], ids=str)
+@pytest.mark.parametrize(
+    "command", [[], ["run"], ["report"], ["gate"], ["list"], ["capture"], ["cost"]], ids=str
+)
 def test_help_is_no_mistake_and_fits_a_terminal(call: Call, command: list[str]) -> None:
     done = call(*command, "--help")
     assert (done.code, done.err) == (0, "")
@@ -396,7 +413,8 @@ check("import harness")
 from harness.cli import main
 check("import harness.cli")
 for arguments in (["--help"], ["list"], ["run", "--help"], ["report", "r.jsonl"], ["gate", "--records", "r.jsonl",
-                  "--update"], ["gate", "--records", "r.jsonl"], ["run", "-i", "nope"], ["run", "--only", "nope"]):
+                  "--update"], ["gate", "--records", "r.jsonl"], ["cost", "--model", "plain-7b"],
+                  ["run", "-i", "nope"], ["run", "--only", "nope"]):
     with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
         main(arguments)
     check(arguments)

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import click
 
-from harness.cli.commands import cli
 from harness.cli.exits import FAILURE, INTERRUPTED, USAGE
+from harness.cli.group import cli
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The commands. Each checks its arguments, then imports what it needs."""
+"""The commands but `cost`. Each checks its arguments, then imports what it needs."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from typing import Any
 
 import click
 
-from harness import __version__, registry
+from harness import registry
 from harness.case import cases_folder, load_cases
-from harness.cli.exits import USAGE, nothing_ran
+from harness.cli.exits import nothing_ran
+from harness.cli.group import cli
 from harness.cli.reporting import report_records, report_throughput
 from harness.cli.running import run_cells
 from harness.cli.selection import filters, select
@@ -20,26 +21,6 @@ LATEST = Path("reports/latest")
 RECORDS = "records.jsonl"
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
-WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-
-
-class _Commands(click.Group):
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            ctx.fail(f"unknown command {args[0]!r}; allowed: {', '.join(self.list_commands(ctx))}")
-        return super().resolve_command(ctx, args)
-
-
-@click.group(cls=_Commands, context_settings=WIDTH, invoke_without_command=True)
-@click.version_option(__version__, prog_name="attention-harness")
-@click.pass_context
-def cli(ctx: click.Context) -> None:
-    """How accurate is attention in FP32, BF16, FP16 and FP8, measured against an FP64 ground truth?"""
-    if ctx.invoked_subcommand is None:
-        click.echo(ctx.get_help(), err=True)
-        ctx.exit(USAGE)
 
 
 @cli.command(name="list", short_help="Show implementations, recipes and cases.")

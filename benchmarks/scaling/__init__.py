@@ -1,0 +1,1 @@
+"""How time, peak memory and FLOPs of the algorithms grow with the length. Run `python -m benchmarks.scaling`."""
