@@ -17,7 +17,7 @@ from harness.quantize import Stored, quantize
 from harness.recipe import LAYER_STAGES, Recipe
 from harness.rounding import round_to
 from harness.scaling import Scaling
-from harness.spec import AttentionSpec, LayerSpec, Shape
+from harness.spec import LayerSpec
 
 MATRICES = ("q", "k", "v", "o")
 
@@ -53,19 +53,6 @@ class StoredLayer:
             scale = scale[:, :, tokens]
         part = replace(self.operand, codes=self.operand.codes[:, :, tokens], scale=scale)
         return replace(self, x=self.x[:, :, tokens], operand=part)
-
-
-def check_layer(shape: Shape, spec: AttentionSpec, layer: LayerSpec) -> None:
-    """Raises ValueError where the layer's parts do not fit each other."""
-    if shape.q_len != shape.S:
-        raise ValueError(f"q_len is {shape.q_len} and kv_len {shape.S}; allowed: one, both come from X")
-    if layer.rope is not None and shape.head_dim % 2:
-        raise ValueError(f"head_dim is {shape.head_dim} with rope; allowed: an even one, channels turn in pairs")
-    if layer.steps is not None and not (spec.causal and layer.steps <= shape.q_len):
-        raise ValueError(
-            f"steps is {layer.steps} (causal={spec.causal}, {shape.q_len} tokens); allowed: at most the tokens, and"
-            " causal attention: a later token does not exist yet"
-        )
 
 
 def layer_recipe(recipe: Recipe) -> Recipe:

@@ -185,3 +185,17 @@ class LayerSpec:
             raise ValueError(f"eps is {self.eps!r}; allowed: a finite number > 0")
         if self.weight_scale not in WEIGHT_SCALES:
             raise ValueError(f"weight_scale is {self.weight_scale!r}; allowed: {', '.join(WEIGHT_SCALES)}")
+
+    def check(self, shape: Shape, spec: AttentionSpec) -> None:
+        """Raises ValueError where the attention inside does not fit: q, k and v all come from X."""
+        if shape.q_len != shape.S or shape.head_dim != shape.E:
+            raise ValueError(
+                f"the shape of a layer is {shape}; allowed: one length and one head width, q, k and v come from one X"
+            )
+        if self.rope is not None and shape.head_dim % 2:
+            raise ValueError(f"head_dim is {shape.head_dim} with rope; allowed: an even one, channels turn in pairs")
+        if self.steps is not None and not (spec.causal and self.steps <= shape.q_len):
+            raise ValueError(
+                f"steps is {self.steps} of {shape.q_len} tokens, causal={spec.causal}; allowed: at most the tokens, and"
+                " causal attention: a later token does not exist yet"
+            )

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from harness.arithmetic import DTYPES, Arithmetic, Block, Watcher
 from harness.attention.kv_cache import KVCache
-from harness.layer_store import StoredLayer, check_layer, layer_recipe, store_operand, turns
+from harness.layer_store import StoredLayer, layer_recipe, store_operand, turns
 from harness.operands import NO_EXTRAS
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
@@ -107,7 +107,7 @@ class Layer:
         self, attention: Any, shape: Shape, spec: AttentionSpec, layer: LayerSpec, recipe: Recipe,
         watch: Watcher | None = None, attention_watch: Watcher | None = None,
     ) -> None:  # fmt: skip
-        check_layer(shape, spec, layer)
+        layer.check(shape, spec)
         if refused := attention.refusals(spec, shape, recipe):
             raise ValueError("; ".join(refused))
         self.attention, self.shape, self.spec, self.layer, self.recipe = attention, shape, spec, layer, recipe

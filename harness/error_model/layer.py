@@ -17,8 +17,9 @@ softmax the exact |Δo| ≤ Σ p_j (e^ε_j − 1)|v_j − o| / Σ p_j e^−ε_j.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -76,13 +77,25 @@ class LayerExpectation:
 
 
 @torch.no_grad()
-def layer_expectation(
+def layer_expectations(
     truth: LayerTruth, stored: StoredLayer, shape: Shape, spec: AttentionSpec, layer: LayerSpec, recipe: Recipe,
-    form: Form,
-) -> LayerExpectation:  # fmt: skip
-    """What a layer is expected to show whose attention sums as `form` says. Infinite where nothing is promised: where
-    a value may leave its format, and the variance under a limited accumulator."""
-    return _Chain(truth, stored, shape, spec, layer, recipe).expectation(form)
+    forms: Sequence[Form],
+) -> dict[Form, LayerExpectation]:  # fmt: skip
+    """What a layer is expected to show whose attention sums as each form says. Infinite where nothing is promised:
+    where a value may leave its format, and the variance under a limited accumulator."""
+    return _Chain(truth, stored, shape, spec, layer, recipe).expectations(tuple(dict.fromkeys(forms)))
+
+
+@dataclass(frozen=True)
+class _Carried:
+    """What q's, k's and v's errors do: to y `[B, N, T, H]` the variance by v and by the scores and the bound, to z the
+    variance by the scores, `folded`; weights grow by at most `grown` `[B, N, T, 1]`."""
+
+    by_v: Tensor
+    by_scores: Tensor
+    folded: Tensor
+    bound: Tensor
+    grown: Tensor
 
 
 class _Chain:
@@ -93,15 +106,27 @@ class _Chain:
         self.recipe, self.at = recipe, layer_recipe(recipe)
         self.u = get_format(recipe.base).unit_roundoff
 
-    def expectation(self, form: Form) -> LayerExpectation:
+    def expectations(self, forms: tuple[Form, ...]) -> dict[Form, LayerExpectation]:
         q, k, v = (self._projected(i, name) for i, name in enumerate(TENSORS))
-        y, folded = self._attention(q, k, v, form)
-        z = self._z(y, folded)
-        r = Bounded(self.truth.residual, z.variance + self._base(self.truth.residual), z.bound + self.u * (
-            self.truth.residual.abs() + z.bound)).stored(rounded(self.at, "residual"))  # fmt: skip
+        carried = self._carried(q, k, v)
+        return {form: self._rest({"q": q, "k": k, "v": v}, carried, *own) for form, own in self._own(v, forms).items()}
+
+    def _rest(
+        self, stages: dict[str, Bounded], carried: _Carried, own: Expectation, more: Tensor
+    ) -> LayerExpectation:  # fmt: skip
+        """From the attention on: y, z, the residual, LayerNorm."""
+        independent = own.variance + carried.by_v
+        bound = carried.bound + carried.grown * (own.ceiling + more)
+        y = Bounded(self.truth.attention.out, independent + carried.by_scores, bound)
+        z = self._z(replace(y, variance=independent), carried.folded)
+        size = self.truth.residual.abs() + z.bound
+        r = Bounded(self.truth.residual, z.variance + self._base(self.truth.residual), z.bound + self.u * size)
+        r = r.stored(rounded(self.at, "residual"))
         out = self._norm(r)
-        stages = {"q": q, "k": k, "v": v, "y": y, "z": z, "residual": r, "out": out}
-        return LayerExpectation(out.variance, out.bound * SLACK, stages)
+        variance = torch.where(torch.isnan(out.variance) & torch.isfinite(out.value), math.inf, out.variance)
+        return LayerExpectation(
+            variance, out.bound * SLACK, {**stages, "y": y, "z": z, "residual": r, "out": replace(out, variance=variance)}
+        )  # fmt: skip
 
     def _base(self, x: Tensor, times: float = 1.0) -> Tensor:
         """So many roundings of x to the base."""
@@ -130,7 +155,8 @@ class _Chain:
         """q, k or v as attention finds it: projected, turned, stored."""
         made = self._product(self.stored.operand, self.stored.matrices[name])
         heads = self.truth.flat[index].shape[1]
-        made = Bounded(*(t[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2) for t in (made.value, made.variance, made.bound)))
+        parts = (made.value, made.variance, made.bound)
+        made = Bounded(*(t[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2) for t in parts))
         made = made.stored(rounded(self.at, "proj"))
         held = rounded(self.at, "proj")
         if name != "v" and self.layer.rope is not None:
@@ -159,8 +185,8 @@ class _Chain:
             x, held = x.stored(inputs), inputs
         if r.rotates(name):
             n = block_size(x.value.shape[-1])
-            mean = x.variance.unflatten(-1, (-1, n)).mean(-1, keepdim=True).expand(*x.value.shape[:-1], -1, n).flatten(-2)
-            gross = x.bound.unflatten(-1, (-1, n)).sum(-1, keepdim=True).expand(*x.value.shape[:-1], -1, n).flatten(-2)
+            mean, gross = (t.unflatten(-1, (-1, n)) for t in (x.variance, x.bound))
+            mean, gross = mean.mean(-1).repeat_interleave(n, -1), gross.sum(-1).repeat_interleave(n, -1)
             x, held = Bounded(rotate(x.value), mean, gross / math.sqrt(n)), None
             x = x if inputs is None else x.stored(inputs)
         fmt = None if r.storage[name] == r.base else get_format(r.storage[name])
@@ -171,38 +197,34 @@ class _Chain:
             return x
         return x.stored(fmt, scale, r.policy(name) == "saturate")
 
-    @property
+    @cached_property
     def qkv(self) -> tuple[Stored, Stored, Stored]:
         """q, k and v of the truth, stored."""
-        if not hasattr(self, "_qkv"):
-            t = self.truth
-            self._qkv = tuple(quantize(x, n, self.recipe) for x, n in zip((t.q, t.k, t.v), TENSORS, strict=True))
-        return self._qkv  # type: ignore[return-value]
+        t = self.truth
+        q, k, v = (quantize(x, n, self.recipe) for x, n in zip((t.q, t.k, t.v), TENSORS, strict=True))
+        return q, k, v
 
     # --- attention ---------------------------------------------------------------------------------------------------
 
-    def _attention(self, q: Bounded, k: Bounded, v: Bounded, form: Form) -> tuple[Bounded, Tensor]:
-        """y `[B, N, T, H]`, and of z the variance that q's and k's errors bring, carried through W_O whole."""
-        own, more = self._own(v, form)
+    def _carried(self, q: Bounded, k: Bounded, v: Bounded) -> _Carried:
+        """What the errors of q, k and v do to y and z, whatever the attention adds."""
         shape, w = self.shape, self.stored.matrices["o"].values[0, 0].mT
-        value = self.truth.attention.out
-        variance, bound = own.variance.clone(), own.ceiling.clone()
-        independent = own.variance.clone()
+        parts = []
         folded = torch.zeros_like(self.truth.z)
         for b, n in ((b, n) for b in range(shape.batch) for n in range(shape.heads)):
             g = n // shape.group
             head = _Head(self, q, k, v, b, n, g)
-            through_v = head.p2 @ v.variance[b, g]
-            independent[b, n] += through_v
-            variance[b, n] += through_v + head.scores(v.value[b, g])
             u = v.value[b, g] @ w[n * shape.head_dim : (n + 1) * shape.head_dim]
             folded[b, 0] += head.scores(u)
-            bound[b, n] = head.bound(v.value[b, g], v.bound[b, g], own.ceiling[b, n], more[b, n])
-        y = Bounded(value, variance, bound)
-        self._independent = independent
-        return y, folded
+            parts.append(
+                (head.p2 @ v.variance[b, g], head.scores(v.value[b, g]), *head.bound(v.value[b, g], v.bound[b, g]))
+            )
+        by_v, by_scores, bound, grown = (
+            torch.stack(x).unflatten(0, (shape.batch, shape.heads)) for x in zip(*parts, strict=True)
+        )
+        return _Carried(by_v, by_scores, folded, bound, grown)
 
-    def _own(self, v: Bounded, form: Form) -> tuple[Expectation, Tensor]:
+    def _own(self, v: Bounded, forms: tuple[Form, ...]) -> dict[Form, tuple[Expectation, Tensor]]:
         """The attention's expectation on the truth's q, k and v as stored; and the bound of a further channel that holds
         twice the largest error of each value row: what those errors add to the bound."""
         q, k, s = self.qkv
@@ -212,15 +234,16 @@ class _Chain:
         if scale is not None and scale.shape[3] > 1:
             scale = torch.cat([scale, scale[..., -1:]], -1)
         truth = reference(q.values, k.values, wide, self.spec)
-        (found,) = expectations(
-            truth, q.values, k.values, wide, self.spec, [(self.recipe, form)], scales=(q.scale, k.scale, scale)
-        )  # fmt: skip
-        own = Expectation(found.variance[..., :-1], found.ceiling[..., :-1], found.lse_variance, found.lse_ceiling)
-        return own, found.ceiling[..., -1:]
+        pairs = [(self.recipe, form) for form in forms]
+        found = expectations(truth, q.values, k.values, wide, self.spec, pairs, scales=(q.scale, k.scale, scale))
+        return {
+            form: (replace(e, variance=e.variance[..., :-1], ceiling=e.ceiling[..., :-1]), e.ceiling[..., -1:])
+            for form, e in zip(forms, found, strict=True)
+        }
 
     def _z(self, y: Bounded, folded: Tensor) -> Bounded:
         """Heads joined, stored as the projection reads them, multiplied by W_O, stored."""
-        flat = [t.transpose(1, 2).flatten(2)[:, None] for t in (y.value, self._independent, y.bound)]
+        flat = [t.transpose(1, 2).flatten(2)[:, None] for t in (y.value, y.variance, y.bound)]
         joined, operand = Bounded(*flat), store_operand(flat[0], self.recipe)
         how = operand_recipe(self.recipe, "token")
         fmt, held = get_format(how.storage["q"]), rounded(self.recipe, "out")
@@ -308,8 +331,9 @@ class _Head:
         by_k = (w @ low**2 - 2 * at * (w @ low) + at**2 * w.sum(-1, keepdim=True)).clamp(min=0.0)
         return self.scale**2 * (by_q + by_k)
 
-    def bound(self, v: Tensor, v_bound: Tensor, own: Tensor, more: Tensor) -> Tensor:
-        """Of y `[T, H]`: softmax moved by ε, value rows moved, and the attention's own bound where it then stands."""
+    def bound(self, v: Tensor, v_bound: Tensor) -> tuple[Tensor, Tensor]:
+        """Of y `[T, H]`: softmax moved by ε and value rows moved; and by how much a weight may grow `[T, 1]`, and with it
+        the attention's own bound."""
         p, eps = self.exact, self.eps
         least = (p * torch.exp(-eps)).sum(-1, keepdim=True).clamp(min=1e-300)
         alpha, far = torch.expm1(eps.clamp(max=300.0)), []
@@ -321,7 +345,7 @@ class _Head:
         grown = torch.exp(eps.amax(-1, keepdim=True).clamp(max=300.0)) / least
         visible = torch.where(self.hidden[..., None], 0.0, v_bound[None]).amax(1)
         rows = torch.minimum(p @ v_bound * grown, visible)
-        return torch.cat(far) + rows + grown * (own + more)
+        return torch.cat(far) + rows, grown
 
 
 def _chunks(rows: int, size: int = 64) -> Iterator[slice]:
