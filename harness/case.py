@@ -54,8 +54,8 @@ class Case:
     a run takes where none are named, only these, where the others repeat what they show. `relations`: also run what
     should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and record how
     far apart they are (first draw alone). `layer`: the case is a whole layer, and `shape` and `spec` those of the
-    attention inside; X and weights are drawn by a kind for layers. `source`: the file it comes from, set on loading; it takes no part in
-    comparisons.
+    attention inside; X and weights are drawn by a kind for layers. `source`: the file it comes from, set on loading; it
+    takes no part in comparisons.
 
     Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """

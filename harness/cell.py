@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from harness import registry
-from harness.attention.invariance import invariance
-from harness.attention.layer import Layer, LayerResult, decoding_refusals
 from harness.attempt import Outcome
+from harness.attention.invariance import invariance
+from harness.attention.layer import Layer, LayerResult
+from harness.attention.layer_decode import decode, decoding_refusals
 from harness.capture import MissingExtra
 from harness.compare import compare
 from harness.cost import kv_bytes_per_token
@@ -99,7 +100,9 @@ def _held(expected: dict[Form, LayerExpectation], form: Form) -> LayerExpectatio
     )  # fmt: skip
 
 
-def _run(unit: Unit, recipe: Recipe, name: str, stored: StoredLayer, layer: LayerSpec) -> tuple[Outcome, LayerResult | None]:
+def _run(
+    unit: Unit, recipe: Recipe, name: str, stored: StoredLayer, layer: LayerSpec
+) -> tuple[Outcome, LayerResult | None]:
     """Run the layer around one attention. Whatever that raises becomes an ERROR with its traceback."""
     case = unit.case
     inside, around = (
@@ -109,7 +112,10 @@ def _run(unit: Unit, recipe: Recipe, name: str, stored: StoredLayer, layer: Laye
     start = time.perf_counter()
     try:
         attention = registry.get(name)
-        refused = (*attention.refusals(case.spec, case.shape, recipe, ()), *(() if layer.steps is None else decoding_refusals(recipe)))
+        refused = (
+            *attention.refusals(case.spec, case.shape, recipe, ()),
+            *(() if layer.steps is None else decoding_refusals(recipe)),
+        )
         if refused:
             return Outcome(Status.REFUSED, refused), None
         made = Layer(attention, case.shape, case.spec, layer, recipe, around, inside)
@@ -118,12 +124,16 @@ def _run(unit: Unit, recipe: Recipe, name: str, stored: StoredLayer, layer: Laye
             result = made.train(stored)
         else:
             trained = Layer(attention, case.shape, case.spec, layer, recipe).train(stored)
-            result = made.decode(stored, trained.scales)
+            result = decode(made, stored, layer.steps, trained.scales)
             if unit.seed == 0:
-                related = (invariance(result.out[:, None], trained.out[:, None], recipe.out_format, "training form"),)
+                related = (
+                    invariance(result.out[:, None], trained.out[:, None], recipe.out_format, "training form"),
+                )
         synchronise(stored.x.device)
     except Exception as error:
-        return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc()), None
+        return Outcome(
+            Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc()
+        ), None
     run_ms = 1e3 * (time.perf_counter() - start)
     kept = storage_hazards(tuple(t.double() for t in result.projections), result.stored, recipe)
     hazards = (*kept, *inside.hazards(), *around.hazards())

@@ -30,9 +30,13 @@ def make_layer(case: Case, seed: int) -> tuple[Tensor, Weights]:
     MissingExtra where the model is not installed.
     """
     if case.layer is None:
-        raise ValueError(f"case {case.id} draws {case.draw.kind!r} without a layer; give it layer=LayerSpec(…)")
+        raise ValueError(
+            f"case {case.id} draws {case.draw.kind!r} without a layer; give it layer=LayerSpec(…)"
+        )
     if case.draw.kind not in KINDS:
-        raise ValueError(f"case {case.id} has a layer and draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}")
+        raise ValueError(
+            f"case {case.id} has a layer and draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}"
+        )
     try:
         made = _drawn if case.draw.kind == "layer" else _captured
         x, weights = made(Source(case, seed), **case.draw.params)
@@ -45,13 +49,17 @@ def make_layer(case: Case, seed: int) -> tuple[Tensor, Weights]:
     }  # fmt: skip
     got = {name: tuple(getattr(weights, name).shape) for name in wanted}
     if tuple(x.shape) != (shape.batch, shape.q_len, width) or got != wanted:
-        raise ValueError(f"case {case.id} has X {tuple(x.shape)} and weights {got}; its sizes ask for {wanted}")
+        raise ValueError(
+            f"case {case.id} has X {tuple(x.shape)} and weights {got}; its sizes ask for {wanted}"
+        )
     return x, weights
 
 
-def _drawn(source: Source, gain: float = 1.0, outliers: int = 0, outlier: float = 20.0) -> tuple[Tensor, Weights]:
-    """Normals: X of unit size, with so many channels `outlier` times as large; weights that keep sizes, those of q and k
-    times `gain` (scores grow with its square)."""
+def _drawn(
+    source: Source, gain: float = 1.0, outliers: int = 0, outlier: float = 20.0
+) -> tuple[Tensor, Weights]:
+    """Normals: X of unit size, with so many channels `outlier` times as large; weights that keep sizes, those of q
+    and k times `gain` (scores grow with its square)."""
     case = source.case
     assert case.layer is not None
     shape, d = case.shape, case.layer.width
@@ -76,7 +84,9 @@ def _captured(source: Source, layer: int) -> tuple[Tensor, Weights]:
     text = (cases_folder() / "data" / "text.txt").read_text(encoding="utf-8")
     x, matrices = layer_weights(text, layer, source.case.shape.q_len)
     ones = torch.ones(x.shape[-1], dtype=torch.float64)
-    return x.double()[None], Weights(**{n: w.double() for n, w in matrices.items()}, gamma=ones, beta=0 * ones)
+    return x.double()[None], Weights(
+        **{n: w.double() for n, w in matrices.items()}, gamma=ones, beta=0 * ones
+    )
 
 
 def attention_inputs(case: Case, seed: int) -> tuple[Tensor, Tensor, Tensor]:

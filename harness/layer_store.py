@@ -83,6 +83,7 @@ def store_operand(x: Tensor, recipe: Recipe) -> Stored:
 def store_layer(x: Tensor, weights: Weights, recipe: Recipe, layer: LayerSpec) -> StoredLayer:
     """Exact X `[B, T, D]` and weights as the recipe stores them. Non-finite values and what leaves a format follow the
     recipe's policies (`quantize`); the stream's follow its format's."""
+
     def stream(t: Tensor) -> Tensor:
         return round_to(t.double(), recipe.out_format)
 
@@ -90,7 +91,9 @@ def store_layer(x: Tensor, weights: Weights, recipe: Recipe, layer: LayerSpec) -
     granularity = "tensor" if layer.weight_scale == "tensor" else "token"
     how = operand_recipe(recipe, granularity)
     matrices = {n: quantize(getattr(weights, n).mT[None, None], "q", how) for n in MATRICES}
-    return StoredLayer(held, store_operand(held, recipe), matrices, stream(weights.gamma), stream(weights.beta))
+    return StoredLayer(
+        held, store_operand(held, recipe), matrices, stream(weights.gamma), stream(weights.beta)
+    )
 
 
 def unstored(x: Tensor, weights: Weights) -> StoredLayer:

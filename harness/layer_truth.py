@@ -11,20 +11,21 @@ numbers, the attention in the middle is `harness.truth.reference`.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from harness.layer_store import StoredLayer, turns
+from harness.layer_store import StoredLayer
 from harness.spec import AttentionSpec, LayerSpec, Shape
 from harness.truth import Truth, reference
 
 
 @dataclass(frozen=True)
 class LayerTruth:
-    """FP64. `flat`: q, k and v before they are turned, `q` `[B, N, T, H]`, `k` and `v` `[B, K, T, H]` after. `attention`
-    is that of q, k and v. `z`, `residual`, `out` `[B, 1, T, D]`; `normal` the residual before γ and β, `sigma` its
+    """FP64. `flat`: q, k and v before they are turned; `q` `[B, N, T, H]`, `k` and `v` `[B, K, T, H]` after.
+    `attention` is theirs. `z`, `residual`, `out` `[B, 1, T, D]`; `normal` the residual before γ and β, `sigma` its
     √(variance + ε) `[B, 1, T, 1]`."""
 
     flat: tuple[Tensor, Tensor, Tensor]
@@ -40,15 +41,19 @@ class LayerTruth:
 
 
 @torch.no_grad()
-def project(stored: StoredLayer, shape: Shape, layer: LayerSpec) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def project(
+    stored: StoredLayer, shape: Shape, layer: LayerSpec
+) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """q, k and v in FP64 before and after they are turned."""
     x, flat = stored.operand.values[:, 0], []
     for name, heads in zip("qkv", (shape.heads, shape.Hkv, shape.Hkv), strict=True):
-        w = stored.matrices[name].values[0, 0].unflatten(0, (heads, shape.head_dim))
+        w = stored.matrices[name].values[0, 0].reshape(heads, shape.head_dim, layer.width)
         flat.append(torch.einsum("btd,nhd->bnth", x, w))
     if layer.rope is None:
         return tuple(flat), tuple(flat)
-    angles = turns(layer.rope, torch.arange(shape.q_len, device=x.device), shape.head_dim)
+    pair = torch.arange(shape.head_dim // 2, dtype=torch.float64, device=x.device)
+    token = torch.arange(shape.q_len, dtype=torch.float64, device=x.device)
+    angles = torch.outer(token, torch.exp(-2 * math.log(layer.rope) * pair / shape.head_dim))
     turn = torch.polar(torch.ones_like(angles), angles)
     return tuple(flat), (*(_turned(t, turn) for t in flat[:2]), flat[2])
 
@@ -68,7 +73,7 @@ def layer_reference(
     propagate."""
     flat, (q, k, v) = project(stored, shape, layer)
     attention = reference(q, k, v, spec, ranges=ranges)
-    w = stored.matrices["o"].values[0, 0].unflatten(1, (shape.heads, shape.head_dim))
+    w = stored.matrices["o"].values[0, 0].reshape(layer.width, shape.heads, shape.head_dim)
     z = torch.einsum("bnth,dnh->btd", attention.out, w)[:, None]
     r = stored.x + z
     variance, mean = torch.var_mean(r, -1, correction=0, keepdim=True)

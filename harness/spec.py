@@ -176,7 +176,10 @@ class LayerSpec:
     steps: int | None = None
 
     def __post_init__(self) -> None:
-        for name, value, least in (("width", self.width, 1), ("steps", 0 if self.steps is None else self.steps, 0)):
+        for name, value, least in (
+            ("width", self.width, 1),
+            ("steps", 0 if self.steps is None else self.steps, 0),
+        ):
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"{name} is {value!r}; allowed: an integer ≥ {least}")
         if self.rope is not None and not (_finite(self.rope) and self.rope > 0):
@@ -193,7 +196,9 @@ class LayerSpec:
                 f"the shape of a layer is {shape}; allowed: one length and one head width, q, k and v come from one X"
             )
         if self.rope is not None and shape.head_dim % 2:
-            raise ValueError(f"head_dim is {shape.head_dim} with rope; allowed: an even one, channels turn in pairs")
+            raise ValueError(
+                f"head_dim is {shape.head_dim} with rope; allowed: an even one, channels turn in pairs"
+            )
         if self.steps is not None and not (spec.causal and self.steps <= shape.q_len):
             raise ValueError(
                 f"steps is {self.steps} of {shape.q_len} tokens, causal={spec.causal}; allowed: at most the tokens, and"

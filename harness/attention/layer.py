@@ -5,21 +5,18 @@
     Z = Y W_O                              stored (`z`)
     Out = LayerNorm(X + Z)                 the sum stored (`residual`), statistics in the base, the result (`norm`)
 
-In training the whole sequence passes at once under the causal mask. In decoding step t makes q_t, k_t and v_t of x_t
-alone, appends k_t and v_t to the cache and attends with q_t over k_1 … k_t, its own key among them: row t of the same.
-There is no Q cache, since no later step looks at q_t.
+Here the whole sequence passes at once, under the causal mask in training. `layer_decode` takes one token at a time.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.arithmetic import DTYPES, Arithmetic, Block, Watcher
-from harness.attention.kv_cache import KVCache
 from harness.layer_store import StoredLayer, layer_recipe, store_operand, turns
 from harness.operands import NO_EXTRAS
 from harness.quantize import Stored, quantize
@@ -55,19 +52,6 @@ def fixed(recipe: Recipe, name: str) -> bool:
     return scaling is not None and scaling.source != "unit" and scaling.granularity in ("tensor", "head")
 
 
-def decoding_refusals(recipe: Recipe) -> tuple[str, ...]:
-    """Why a recipe's scales cannot come token by token; empty when they can."""
-    for name in TENSORS:
-        scaling = recipe.scaling.get(name)
-        if scaling is None or scaling.source == "unit":
-            continue
-        if scaling.granularity == "block" or (scaling.granularity == "mx" and name == "v"):
-            rows = scaling.rows if scaling.granularity == "block" else "32"
-            return (f"a scale of {name} spans {rows} tokens under {recipe.name}; decoding does not know it before the"
-                    " last of them",)  # fmt: skip
-    return ()
-
-
 @dataclass
 class _Placed:
     """A watcher told which tokens `[B, 1, T, ·]` are at work."""
@@ -77,20 +61,6 @@ class _Placed:
 
     def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
         self.watch(stage, before, after, Block(self.first, before.shape[2]))
-
-    def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
-        self.watch.stagnation(stage, held, added, after)
-
-
-@dataclass(frozen=True)
-class _Shifted:
-    """A watcher of attention told of rows of the whole sequence, where a step counts its own."""
-
-    watch: Watcher
-    first: int
-
-    def __call__(self, stage: str, before: Tensor, after: Tensor, block: Block) -> None:
-        self.watch(stage, before, after, replace(block, row=block.row + self.first))
 
     def stagnation(self, stage: str, held: Tensor, added: Tensor, after: Tensor) -> None:
         self.watch.stagnation(stage, held, added, after)
@@ -115,45 +85,34 @@ class Layer:
         self.arithmetic = Arithmetic(layer_recipe(recipe), self._placed)
         self.attention_watch = attention_watch
 
-    # --- the two forms -----------------------------------------------------------------------------------------------
-
     def train(self, stored: StoredLayer, scales: Scales | None = None) -> LayerResult:
         """The whole sequence at once. `scales` of q, k and v replace those that this sequence would have."""
         with torch.no_grad():
             before = self.arithmetic.flops
             made = self.project(stored, 0)
             qkv = self.store(made, scales)
-            result = self.attention.run_stored(qkv, self.spec, self.recipe, NO_EXTRAS, watch=self.attention_watch)
+            result = self.attention.run_stored(
+                qkv, self.spec, self.recipe, NO_EXTRAS, watch=self.attention_watch
+            )
             return self.finish(stored, made, qkv, result, before)
-
-    def decode(self, stored: StoredLayer, scales: Scales | None = None) -> LayerResult:
-        """The last `layer.steps` tokens one at a time, those before them as one chunk. One scale for all tokens, where
-        the recipe has such, has to be known before the first: `scales`, as a calibration gives them."""
-        steps, n = self.layer.steps or 0, stored.x.shape[2]
-        session = Decoding(self, stored.x.shape[0], scales)
-        chunks = [slice(0, n - steps)] if n > steps else []
-        chunks += [slice(t, t + 1) for t in range(n - steps, n)]
-        parts = [session.step(stored.rows(tokens)) for tokens in chunks]
-        return LayerResult(
-            torch.cat([p.out for p in parts], 1), _joined([p.projections for p in parts]),
-            session.held([p.stored[0] for p in parts]),
-            *(torch.cat([getattr(p, name) for p in parts], 2) for name in ("y", "z", "residual")),
-            flops=sum(p.flops for p in parts),
-        )  # fmt: skip
 
     # --- the parts ---------------------------------------------------------------------------------------------------
 
     def project(self, stored: StoredLayer, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """q `[B, N, T, H]`, k and v `[B, K, T, H]` of these tokens, the first at position `first`."""
         self._at(first)
-        heads = (self.shape.heads, self.shape.Hkv, self.shape.Hkv)
-        q, k, v = (
-            self._linear(stored.operand, stored.matrices[name], "proj")[:, 0].unflatten(-1, (n, -1)).transpose(1, 2)
-            for name, n in zip(TENSORS, heads, strict=True)
-        )
+        shape = self.shape
+
+        def heads(name: str, n: int) -> Tensor:
+            made = self._linear(stored.operand, stored.matrices[name], "proj")[:, 0]
+            return made.view(*made.shape[:2], n, shape.head_dim).transpose(1, 2)
+
+        q, k, v = heads("q", shape.heads), heads("k", shape.Hkv), heads("v", shape.Hkv)
         return self._turned(q, first), self._turned(k, first), v
 
-    def store(self, made: tuple[Tensor, Tensor, Tensor], scales: Scales | None) -> tuple[Stored, Stored, Stored]:
+    def store(
+        self, made: tuple[Tensor, Tensor, Tensor], scales: Scales | None
+    ) -> tuple[Stored, Stored, Stored]:
         """q, k and v as attention finds them."""
         given = (None, None, None) if scales is None else scales
         q, k, v = (
@@ -211,66 +170,3 @@ class Layer:
     def _at(self, first: int) -> None:
         if self._placed is not None:
             self._placed.first = first
-
-
-class Decoding:
-    """The layer's decoding form: tokens arrive, K and V stay in a cache in their storage dtypes.
-
-    `scales`: of q, k and v, for a recipe that has one for all tokens; scales per token come with their tokens.
-    Raises ValueError for causality that is off, scales that are missing, and scales that span several tokens.
-    """
-
-    def __init__(self, layer: Layer, batch: int, scales: Scales | None = None) -> None:
-        recipe, shape = layer.recipe, layer.shape
-        if not layer.spec.causal:
-            raise ValueError("the spec is not causal; allowed: causal=True, later tokens do not exist yet")
-        if refused := decoding_refusals(recipe):
-            raise ValueError("; ".join(refused))
-        needed = [n for n in TENSORS if fixed(recipe, n)]
-        if needed and scales is None:
-            raise ValueError(
-                f"{recipe.name} has one scale for all tokens of {', '.join(needed)}, which the first token does not know;"
-                " give scales= from a calibration (those of a training pass do)"
-            )
-        self.layer, self.scales = layer, scales
-        storage = [DTYPES[recipe.storage[n]] for n in "kv"]
-        self.cache = KVCache(batch, shape.Hkv, shape.S, shape.head_dim, shape.E, *storage)
-        self._by_token: dict[str, Tensor] = {}
-
-    def step(self, stored: StoredLayer) -> LayerResult:
-        """The next tokens `[B, 1, n, D]`: append their k and v, attend with their q over all so far."""
-        layer, first = self.layer, self.cache.length
-        with torch.no_grad():
-            return self._step(layer, stored, first)
-
-    def _step(self, layer: Layer, stored: StoredLayer, first: int) -> LayerResult:
-        before = layer.arithmetic.flops
-        made = layer.project(stored, first)
-        q, k, v = layer.store(made, self.scales)
-        self.cache.append(k.codes, v.codes)
-        rules = replace(layer.spec, align="bottom-right")
-        held = self.held([q], {"k": k, "v": v})
-        watch = None if layer.attention_watch is None else _Shifted(layer.attention_watch, first)
-        result = layer.attention.run_stored(held, rules, layer.recipe, NO_EXTRAS, watch=watch)
-        return layer.finish(stored, made, (q, k, v), result, before)
-
-    def held(self, q: list[Stored], new: dict[str, Stored] | None = None) -> tuple[Stored, Stored, Stored]:
-        """These queries, and all keys and values so far, `new` ones' scales among them."""
-        for name, x in (new or {}).items():
-            if x.scale is not None and not fixed(self.layer.recipe, name):
-                old = [self._by_token[name]] if name in self._by_token else []
-                self._by_token[name] = torch.cat([*old, x.scale], 2)
-        codes = self.cache.read(torch.float64)
-        k, v = (
-            Stored(c, self._by_token.get(n, self.scales[i] if self.scales and fixed(self.layer.recipe, n) else None))
-            for n, c, i in zip("kv", codes, (1, 2), strict=True)
-        )
-        scale = q[0].scale
-        if scale is not None and not fixed(self.layer.recipe, "q"):
-            scale = torch.cat([x.scale for x in q if x.scale is not None], 2)
-        return Stored(torch.cat([x.codes for x in q], 2), scale), k, v
-
-
-def _joined(parts: list[tuple[Tensor, Tensor, Tensor]]) -> tuple[Tensor, Tensor, Tensor]:
-    q, k, v = (torch.cat(x, 2) for x in zip(*parts, strict=True))
-    return q, k, v

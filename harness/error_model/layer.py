@@ -17,7 +17,7 @@ softmax the exact |Δo| ≤ Σ p_j (e^ε_j − 1)|v_j − o| / Σ p_j e^−ε_j.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -26,44 +26,20 @@ from torch import Tensor
 
 from harness.error_model import Expectation, expectations
 from harness.error_model.form import Form, rounded, within
+from harness.error_model.layer_parts import Bounded, Head
 from harness.error_model.problem import CHUNK
 from harness.error_model.running import C2
-from harness.error_model.variance import LINEAR, partial_sums
+from harness.error_model.variance import partial_sums
 from harness.formats import FloatFormat, get_format
 from harness.layer_store import StoredLayer, layer_recipe, operand_recipe, store_operand, turns
 from harness.layer_truth import LayerTruth
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.rotation import block_size, rotate
-from harness.rounding import ulp
 from harness.spec import AttentionSpec, LayerSpec, Shape
 from harness.truth import reference
 
 SLACK = 1.001
-
-
-@dataclass(frozen=True)
-class Bounded:
-    """A value of the truth with the mean square of its error and the error's bound, all of one shape."""
-
-    value: Tensor
-    variance: Tensor
-    bound: Tensor
-
-    def stored(self, fmt: FloatFormat | None, scale: Tensor | None = None, saturates: bool = False) -> Bounded:
-        """Rounded to `fmt` (None: kept), after a division by `scale`."""
-        if fmt is None:
-            return self
-        s = torch.ones((), dtype=torch.float64) if scale is None else scale
-        x, u = self.value / s, fmt.unit_roundoff
-        noise = torch.minimum(ulp(x, fmt) ** 2 / 12, x * x) * s * s
-        size = self.value.abs() + self.bound
-        bound = self.bound + u * size + s * fmt.min_subnormal
-        over = (size - s * fmt.max).clamp(min=0.0)
-        if scale is None and bool((over > 0).any()):
-            lost = torch.where(over > 0, over if saturates else math.inf, 0.0)
-            return Bounded(self.value, self.variance + noise + lost**2, bound + lost)
-        return Bounded(self.value, self.variance + noise, bound)
 
 
 @dataclass(frozen=True)
@@ -100,7 +76,8 @@ class _Carried:
 
 class _Chain:
     def __init__(
-        self, truth: LayerTruth, stored: StoredLayer, shape: Shape, spec: AttentionSpec, layer: LayerSpec, recipe: Recipe
+        self, truth: LayerTruth, stored: StoredLayer, shape: Shape, spec: AttentionSpec, layer: LayerSpec,
+        recipe: Recipe,
     ) -> None:  # fmt: skip
         self.truth, self.stored, self.shape, self.spec, self.layer = truth, stored, shape, spec, layer
         self.recipe, self.at = recipe, layer_recipe(recipe)
@@ -109,7 +86,10 @@ class _Chain:
     def expectations(self, forms: tuple[Form, ...]) -> dict[Form, LayerExpectation]:
         q, k, v = (self._projected(i, name) for i, name in enumerate(TENSORS))
         carried = self._carried(q, k, v)
-        return {form: self._rest({"q": q, "k": k, "v": v}, carried, *own) for form, own in self._own(v, forms).items()}
+        return {
+            form: self._rest({"q": q, "k": k, "v": v}, carried, *own)
+            for form, own in self._own(v, forms).items()
+        }
 
     def _rest(
         self, stages: dict[str, Bounded], carried: _Carried, own: Expectation, more: Tensor
@@ -120,13 +100,16 @@ class _Chain:
         y = Bounded(self.truth.attention.out, independent + carried.by_scores, bound)
         z = self._z(replace(y, variance=independent), carried.folded)
         size = self.truth.residual.abs() + z.bound
-        r = Bounded(self.truth.residual, z.variance + self._base(self.truth.residual), z.bound + self.u * size)
+        r = Bounded(
+            self.truth.residual, z.variance + self._base(self.truth.residual), z.bound + self.u * size
+        )
         r = r.stored(rounded(self.at, "residual"))
         out = self._norm(r)
         variance = torch.where(torch.isnan(out.variance) & torch.isfinite(out.value), math.inf, out.variance)
+        out = replace(out, variance=variance)
         return LayerExpectation(
-            variance, out.bound * SLACK, {**stages, "y": y, "z": z, "residual": r, "out": replace(out, variance=variance)}
-        )  # fmt: skip
+            variance, out.bound * SLACK, {**stages, "y": y, "z": z, "residual": r, "out": out}
+        )
 
     def _base(self, x: Tensor, times: float = 1.0) -> Tensor:
         """So many roundings of x to the base."""
@@ -156,11 +139,14 @@ class _Chain:
         made = self._product(self.stored.operand, self.stored.matrices[name])
         heads = self.truth.flat[index].shape[1]
         parts = (made.value, made.variance, made.bound)
-        made = Bounded(*(t[:, 0].unflatten(-1, (heads, -1)).transpose(1, 2) for t in parts))
+        made = Bounded(*(t[:, 0].reshape(t.shape[0], t.shape[2], heads, -1).transpose(1, 2) for t in parts))
         made = made.stored(rounded(self.at, "proj"))
         held = rounded(self.at, "proj")
         if name != "v" and self.layer.rope is not None:
-            made, held = self._turned(made, self.layer.rope).stored(rounded(self.at, "rope")), rounded(self.at, "rope")
+            made, held = (
+                self._turned(made, self.layer.rope).stored(rounded(self.at, "rope")),
+                rounded(self.at, "rope"),
+            )
         return self._as_stored(made, name, held)
 
     def _turned(self, x: Bounded, rope: float) -> Bounded:
@@ -185,7 +171,7 @@ class _Chain:
             x, held = x.stored(inputs), inputs
         if r.rotates(name):
             n = block_size(x.value.shape[-1])
-            mean, gross = (t.unflatten(-1, (-1, n)) for t in (x.variance, x.bound))
+            mean, gross = (t.reshape(*t.shape[:-1], -1, n) for t in (x.variance, x.bound))
             mean, gross = mean.mean(-1).repeat_interleave(n, -1), gross.sum(-1).repeat_interleave(n, -1)
             x, held = Bounded(rotate(x.value), mean, gross / math.sqrt(n)), None
             x = x if inputs is None else x.stored(inputs)
@@ -213,20 +199,24 @@ class _Chain:
         folded = torch.zeros_like(self.truth.z)
         for b, n in ((b, n) for b in range(shape.batch) for n in range(shape.heads)):
             g = n // shape.group
-            head = _Head(self, q, k, v, b, n, g)
+            head = Head(shape, self.spec, q, k, b, n, g)
             u = v.value[b, g] @ w[n * shape.head_dim : (n + 1) * shape.head_dim]
             folded[b, 0] += head.scores(u)
             parts.append(
-                (head.p2 @ v.variance[b, g], head.scores(v.value[b, g]), *head.bound(v.value[b, g], v.bound[b, g]))
+                (
+                    head.p2 @ v.variance[b, g],
+                    head.scores(v.value[b, g]),
+                    *head.bound(v.value[b, g], v.bound[b, g]),
+                )
             )
         by_v, by_scores, bound, grown = (
-            torch.stack(x).unflatten(0, (shape.batch, shape.heads)) for x in zip(*parts, strict=True)
+            torch.stack(x).view(shape.batch, shape.heads, *x[0].shape) for x in zip(*parts, strict=True)
         )
         return _Carried(by_v, by_scores, folded, bound, grown)
 
     def _own(self, v: Bounded, forms: tuple[Form, ...]) -> dict[Form, tuple[Expectation, Tensor]]:
-        """The attention's expectation on the truth's q, k and v as stored; and the bound of a further channel that holds
-        twice the largest error of each value row: what those errors add to the bound."""
+        """The attention's expectation on the truth's q, k and v as stored; and the bound of a further channel, twice
+        the largest error of each value row: what those errors add to the bound."""
         q, k, s = self.qkv
         extra = 2 * v.bound.amax(-1, keepdim=True)
         wide = torch.cat([s.values, torch.where(torch.isfinite(extra), extra, 0.0)], -1)
@@ -235,9 +225,14 @@ class _Chain:
             scale = torch.cat([scale, scale[..., -1:]], -1)
         truth = reference(q.values, k.values, wide, self.spec)
         pairs = [(self.recipe, form) for form in forms]
-        found = expectations(truth, q.values, k.values, wide, self.spec, pairs, scales=(q.scale, k.scale, scale))
+        found = expectations(
+            truth, q.values, k.values, wide, self.spec, pairs, scales=(q.scale, k.scale, scale)
+        )
         return {
-            form: (replace(e, variance=e.variance[..., :-1], ceiling=e.ceiling[..., :-1]), e.ceiling[..., -1:])
+            form: (
+                replace(e, variance=e.variance[..., :-1], ceiling=e.ceiling[..., :-1]),
+                e.ceiling[..., -1:],
+            )
             for form, e in zip(forms, found, strict=True)
         }
 
@@ -247,7 +242,9 @@ class _Chain:
         joined, operand = Bounded(*flat), store_operand(flat[0], self.recipe)
         how = operand_recipe(self.recipe, "token")
         fmt, held = get_format(how.storage["q"]), rounded(self.recipe, "out")
-        kept = fmt.name == self.recipe.base or (operand.scale is None and held is not None and within(held, fmt))
+        kept = fmt.name == self.recipe.base or (
+            operand.scale is None and held is not None and within(held, fmt)
+        )
         if not kept:
             joined = joined.stored(fmt, operand.scale, how.policy("q") == "saturate")
         made = self._product(operand, self.stored.matrices["o"], joined)
@@ -256,8 +253,8 @@ class _Chain:
     # --- LayerNorm ---------------------------------------------------------------------------------------------------
 
     def _norm(self, r: Bounded) -> Bounded:
-        """Var (Jδ)_d = var_d (1 − 2(1 + n_d²)/D) + Σ_d′ var_d′ (1 + n_d n_d′)²/D². Of the bound: centring contracts, and σ
-        is a norm of the centred row, so it moves by no more than the rms of what is added to it."""
+        """Var (Jδ)_d = var_d (1 − 2(1 + n_d²)/D) + Σ_d′ var_d′ (1 + n_d n_d′)²/D². Of the bound: centring contracts,
+        and σ is a norm of the centred row, so it moves by no more than the rms of what is added to it."""
         t, g, n = self.truth, self.stored.gamma, self.truth.normal
         d = n.shape[-1]
         sums = [(r.variance * n**i).sum(-1, keepdim=True) for i in range(3)]
@@ -268,7 +265,9 @@ class _Chain:
         var = (var + self._base(n, 3.0)) * g * g + self._base(g * n) + self._base(t.out)
         own = (d + 2) * self.u
         mean = r.value.abs().mean(-1, keepdim=True) + r.bound.mean(-1, keepdim=True)
-        moved = r.bound + r.bound.mean(-1, keepdim=True) + own * mean + self.u * (n.abs() * t.sigma + 2 * mean)
+        moved = (
+            r.bound + r.bound.mean(-1, keepdim=True) + own * mean + self.u * (n.abs() * t.sigma + 2 * mean)
+        )
         widened = moved.square().mean(-1, keepdim=True).sqrt() + own * t.sigma
         inside = (moved + n.abs() * widened) / (t.sigma - widened)
         most = math.sqrt(d) + n.abs()
@@ -277,76 +276,3 @@ class _Chain:
         bound = g.abs() * shift + 4 * self.u * (g.abs() * (n.abs() + shift) + t.out.abs())
         bound = torch.where(torch.isinf(r.bound).any(-1, keepdim=True), math.inf, bound)
         return Bounded(t.out, var, bound).stored(rounded(self.at, "norm"))
-
-
-class _Head:
-    """One head of one sequence: weights, and how the errors of its q and k move them."""
-
-    def __init__(self, chain: _Chain, q: Bounded, k: Bounded, v: Bounded, b: int, n: int, g: int) -> None:
-        shape, spec = chain.shape, chain.spec
-        self.scale = spec.scale_for(shape.head_dim)
-        self.q, self.k = q.value[b, n], k.value[b, g]
-        self.q_var, self.k_var = q.variance[b, n], k.variance[b, g]
-        s = self.scale * (self.q @ self.k.mT)
-        if spec.softcap is not None:
-            s = spec.softcap * torch.tanh(s / spec.softcap)
-        self.slope = torch.ones_like(s) if spec.softcap is None else 1 - (s / spec.softcap) ** 2
-        hidden = self._hidden(spec, shape, s)
-        s = s.masked_fill(hidden, -math.inf)
-        exact = torch.softmax(s, -1).nan_to_num(0.0)
-        noise = self.scale**2 * self.slope**2 * (self.q_var @ (self.k**2).mT + self.q**2 @ self.k_var.mT)
-        sigma2 = (exact * noise).sum(-1, keepdim=True)
-        # As the attention's model does: where scores are coarse another key may win, and weights are tempered.
-        tempered = torch.softmax(s / torch.sqrt(1 + 0.61 * sigma2), -1).nan_to_num(0.0)
-        self.p = torch.where(sigma2 > LINEAR, tempered, exact)
-        self.p2 = exact * exact
-        size_q, size_k = q.bound[b, n], k.bound[b, g]
-        eps = size_q @ self.k.abs().mT + self.q.abs() @ size_k.mT + size_q @ size_k.mT
-        self.eps = (self.scale * eps).masked_fill(hidden, 0.0)
-        self.exact, self.hidden = exact, hidden
-
-    @staticmethod
-    def _hidden(spec: AttentionSpec, shape: Shape, s: Tensor) -> Tensor:
-        i = torch.arange(s.shape[0], device=s.device)[:, None] + spec.shift(shape.q_len, shape.S)
-        j = torch.arange(s.shape[1], device=s.device)[None]
-        hidden = torch.zeros(s.shape, dtype=torch.bool, device=s.device)
-        if spec.right is not None:
-            hidden |= j > i + spec.right
-        if spec.left is not None:
-            hidden |= j < i - spec.left
-        return hidden
-
-    def scores(self, u: Tensor) -> Tensor:
-        """Variance `[T, E]` of Σ_j p_ij u_j by the errors of q and k; `u` `[S, E]`."""
-        p, mean = self.p, self.p @ u
-        weighed = p * self.slope
-        # δq_i: one error for all keys, Σ_h Var(q_ih)·(Σ_j p_ij k_jh (u_j − mean))².
-        keys = weighed[:, :, None] * self.k[None]
-        moved = keys.mT @ u - keys.sum(1)[..., None] * mean[:, None]
-        by_q = torch.einsum("ih,ihe->ie", self.q_var, moved**2)
-        # δk_j: one a key.
-        w = weighed**2 * (self.q**2 @ self.k_var.mT)
-        low = u - u.mean(0)
-        at = mean - u.mean(0)
-        by_k = (w @ low**2 - 2 * at * (w @ low) + at**2 * w.sum(-1, keepdim=True)).clamp(min=0.0)
-        return self.scale**2 * (by_q + by_k)
-
-    def bound(self, v: Tensor, v_bound: Tensor) -> tuple[Tensor, Tensor]:
-        """Of y `[T, H]`: softmax moved by ε and value rows moved; and by how much a weight may grow `[T, 1]`, and with it
-        the attention's own bound."""
-        p, eps = self.exact, self.eps
-        least = (p * torch.exp(-eps)).sum(-1, keepdim=True).clamp(min=1e-300)
-        alpha, far = torch.expm1(eps.clamp(max=300.0)), []
-        for i in _chunks(p.shape[0]):
-            apart = (v[None] - (p[i] @ v)[:, None]).abs()
-            first = ((p[i] * alpha[i])[..., None] * apart).sum(1) / least[i]
-            most = apart.masked_fill(self.hidden[i][..., None], 0.0).amax(1)
-            far.append(torch.minimum(first, most))
-        grown = torch.exp(eps.amax(-1, keepdim=True).clamp(max=300.0)) / least
-        visible = torch.where(self.hidden[..., None], 0.0, v_bound[None]).amax(1)
-        rows = torch.minimum(p @ v_bound * grown, visible)
-        return torch.cat(far) + rows, grown
-
-
-def _chunks(rows: int, size: int = 64) -> Iterator[slice]:
-    return (slice(a, min(a + size, rows)) for a in range(0, rows, size))
