@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from harness.compare import compare
-from harness.error_model.layer import Bounded, LayerExpectation
+from harness.error_model.layer import LayerExpectation
+from harness.error_model.layer_parts import Bounded
 from harness.recipe import Recipe
 from harness.records import Diagnosis, Margins, Status
 from harness.significance import ratio_limit
