@@ -96,20 +96,17 @@ class Decoding:
             if x.scale is not None and not fixed(self.layer.recipe, name):
                 old = [self._by_token[name]] if name in self._by_token else []
                 self._by_token[name] = torch.cat([*old, x.scale], 2)
-        codes = self.cache.read(torch.float64)
-        k, v = (
-            Stored(
-                c,
-                self._by_token.get(
-                    n, self.scales[i] if self.scales and fixed(self.layer.recipe, n) else None
-                ),
-            )
-            for n, c, i in zip("kv", codes, (1, 2), strict=True)
-        )
+        k, v = (Stored(x, self._scale(n)) for n, x in zip("kv", self.cache.read(torch.float64), strict=True))
         scale = q[0].scale
         if scale is not None and not fixed(self.layer.recipe, "q"):
             scale = torch.cat([x.scale for x in q if x.scale is not None], 2)
         return Stored(torch.cat([x.codes for x in q], 2), scale), k, v
+
+    def _scale(self, name: str) -> Tensor | None:
+        """Of all keys or values so far."""
+        if self.scales is not None and fixed(self.layer.recipe, name):
+            return self.scales[TENSORS.index(name)]
+        return self._by_token.get(name)
 
 
 def decode(layer: Layer, stored: StoredLayer, steps: int, scales: Scales | None = None) -> LayerResult:
