@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 
 _PUBLIC = {
     "AttentionSpec": "harness.spec",
+    "LayerSpec": "harness.spec",
     "Shape": "harness.spec",
     "Case": "harness.case",
     "Draw": "harness.case",

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from harness.formats import FloatFormat, get_format
-from harness.recipe import STAGES, Recipe
+from harness.recipe import LAYER_STAGES, STAGES, Recipe
 from harness.rounding import round_to
 from harness.tensor_core import limited_matmul
 
@@ -58,7 +58,7 @@ class Arithmetic:
         self.flops = 0
         self._at: dict[str, tuple[FloatFormat, str]] = {
             s: (get_format(recipe.format_of(s)), recipe.policy(s))
-            for s in STAGES
+            for s in (*STAGES, *LAYER_STAGES)
             if s in recipe.at or s in recipe.overflow
         }
 

@@ -102,10 +102,13 @@ class SmolLM2:
         """Ids of `text` by the model's own vocabulary; no begin-of-text token is put in front."""
         return self.tokenizer.encode(text)
 
-    def forward(self, ids: Sequence[int]) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
+    def forward(
+        self, ids: Sequence[int], inputs: list[Tensor] | None = None
+    ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
         """Logits [L, vocabulary] and, for each layer, q [H, L, D] and k, v [Hkv, L, D], q and k after RoPE.
 
-        Computed and returned in the weights' dtype: FP32 as loaded. Raises ValueError for no ids. Source:
+        `inputs` is given what each layer's projections read, [L, width]. Computed and returned in the weights' dtype:
+        FP32 as loaded. Raises ValueError for no ids. Source:
         Llama (arXiv:2302.13971) with grouped heads (arXiv:2305.13245) and tied embeddings.
         """
         if len(ids) == 0:
@@ -115,7 +118,10 @@ class SmolLM2:
             x = weights["token_embd.weight"][torch.as_tensor(ids)]
             for layer in range(self.layers):
                 at = f"blk.{layer}."
-                q, k, v = self._project(_rms_norm(x, weights[at + "attn_norm.weight"], self.norm_eps), at)
+                normed = _rms_norm(x, weights[at + "attn_norm.weight"], self.norm_eps)
+                if inputs is not None:
+                    inputs.append(normed)
+                q, k, v = self._project(normed, at)
                 captured.append((q, k, v))
                 out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
                 x = x + out[0].transpose(0, 1).flatten(1) @ weights[at + "attn_output.weight"].T
@@ -233,6 +239,26 @@ def capture(text: str, layers: Sequence[int], tokens: int, out: Path, model: Smo
     finally:
         temporary.unlink(missing_ok=True)
     return out
+
+
+def layer_weights(
+    text: str, layer: int, tokens: int, model: SmolLM2 | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """One attention layer as it stands in the model: X [L, width], its normalised input on the first `tokens` tokens of
+    `text`, and its matrices by role, q, k, v and o, each [in, out], FP32.
+
+    Raises MissingExtra; ValueError for an absent layer and a short text.
+    """
+    model = load_model() if model is None else model
+    if not 0 <= layer < model.layers:
+        raise ValueError(f"{model.name} has no layer {layer}; allowed: 0 to {model.layers - 1}")
+    ids = model.tokenize(text)
+    if not 1 <= tokens <= len(ids):
+        raise ValueError(f"tokens is {tokens}; allowed: 1 to {len(ids)}, which the text has")
+    inputs: list[Tensor] = []
+    model.forward(ids[:tokens], inputs)
+    names = {"q": "q", "k": "k", "v": "v", "o": "output"}
+    return inputs[layer], {r: model.weights[f"blk.{layer}.attn_{n}.weight"].T for r, n in names.items()}
 
 
 def _facts(model: SmolLM2, text: str, layers: Sequence[int], tokens: int) -> dict[str, str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from harness._frozen import FrozenMap
 from harness.recipe import DEFAULT_RECIPES
-from harness.spec import AttentionSpec, Shape
+from harness.spec import AttentionSpec, LayerSpec, Shape
 
 FIXED_DRAWS = ("values", "file")  # q, k and v are the same for every seed: such a case runs once
 EXTRAS = ("mask", "bias", "sinks", "kv_lens")
@@ -53,8 +53,9 @@ class Case:
     `layout`: one of LAYOUTS. `seeds`: run this many draws at most, where the cases are the sample. `recipes`: of those
     a run takes where none are named, only these, where the others repeat what they show. `relations`: also run what
     should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and record how
-    far apart they are (first draw alone). `source`: the file it comes from, set on loading; it takes no part in
-    comparisons.
+    far apart they are (first draw alone). `layer`: the case is a whole layer, and `shape` and `spec` those of the
+    attention inside; X and weights are drawn by a kind for layers. `source`: the file it comes from, set on loading; it
+    takes no part in comparisons.
 
     Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """
@@ -70,6 +71,7 @@ class Case:
     seeds: int | None = None
     recipes: tuple[str, ...] = ()
     relations: bool = False
+    layer: LayerSpec | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -107,6 +109,15 @@ class Case:
             )
         if not isinstance(self.relations, bool):
             raise ValueError(f"relations of {self.id} is {self.relations!r}; allowed: True, False")
+        if self.layer is not None:
+            self._check_layer(self.layer)
+
+    def _check_layer(self, layer: LayerSpec) -> None:
+        if not isinstance(layer, LayerSpec):
+            raise ValueError(f"layer of {self.id} is {layer!r}; allowed: a harness.LayerSpec, or None")
+        if self.extras or self.layout != "contiguous":
+            raise ValueError(f"{self.id} has a layer beside extras or a layout; allowed: the layer alone")
+        layer.check(self.shape, self.spec)
 
     @property
     def id(self) -> str:
@@ -126,7 +137,8 @@ class Case:
         whether its case has changed since."""
         draws = [("qkv", self.draw), *sorted(self.extras.items())]
         parts = [(name, draw.kind, sorted(draw.params.items())) for name, draw in draws]
-        text = repr((self.shape, self.spec, parts, self.layout, self.relations))
+        facts = (self.shape, self.spec, parts, self.layout, self.relations)
+        text = repr(facts if self.layer is None else (*facts, self.layer))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import hashlib
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
 
-from harness import registry
 from harness.attempt import Outcome, attempt
 from harness.case import Case
 from harness.cost import kv_bytes_per_token
@@ -21,6 +18,7 @@ from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
 from harness.judging import Docket, Judgement, ideal_recipe
+from harness.layer_cell import run_layer
 from harness.layouts import lay_out
 from harness.lies import lying_rows
 from harness.machine import machine
@@ -30,26 +28,9 @@ from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind, MaskRow, Record
 from harness.truth import Truth, reference
 from harness.twins import FIRST
+from harness.unit import Unit, facts, hash_of, is_emulated
 
-
-@dataclass(frozen=True)
-class Unit:
-    """One case and seed, and the cells to run on it."""
-
-    case: Case
-    seed: int
-    implementations: tuple[str, ...]
-    recipes: tuple[Recipe, ...]
-    device: str = "cpu"
-
-    @property
-    def cells(self) -> int:
-        return len(self.implementations) * len(self.recipes)
-
-    @property
-    def keys(self) -> set[tuple[str, str, str, int]]:
-        """Keys of the records it gives."""
-        return {(self.case.id, i, r.name, self.seed) for i in self.implementations for r in self.recipes}
+__all__ = ["Unit", "is_emulated", "run_unit"]
 
 
 @dataclass(frozen=True)
@@ -83,6 +64,8 @@ class _Shared:
 @torch.inference_mode()  # thousands of small operations: their bookkeeping is most of their cost
 def run_unit(unit: Unit) -> list[Record]:
     """All cells of a unit."""
+    if unit.case.layer is not None:
+        return run_layer(unit)
     device = use_device(unit.device)
     try:
         inputs = make_inputs(unit.case, unit.seed)
@@ -92,7 +75,7 @@ def run_unit(unit: Unit) -> list[Record]:
     exact, extras = tuple(x.to(device) for x in inputs.tensors), inputs.extras.to(device)
     truth, ms = _truth(exact, unit.case, extras, device)
     problem = _Problem(inputs, exact, extras, truth, ms)
-    data = _facts(truth, unit.case)
+    data = facts(truth, unit.case.shape)
     shared: dict[tuple[object, ...], _Shared] = {}
     for recipe in unit.recipes:
         for needed in (recipe, ideal_recipe(recipe)):
@@ -161,26 +144,6 @@ def _lies(
     return (hazard,), rows
 
 
-def _facts(truth: Truth, case: Case) -> dict[str, float]:
-    """What the exact inputs are like: Var(q·k)/D, the largest |score|, the mean over rows of the top probability."""
-    ranges = truth.ranges
-    assert ranges is not None
-    top = torch.exp(truth.row_max - truth.lse)[torch.isfinite(truth.lse)]
-    return {
-        "var_qk_per_dim": ranges.raw_square / ranges.pairs / case.shape.head_dim
-        if ranges.pairs and case.shape.head_dim
-        else math.nan,
-        "score_peak": ranges.score.value,
-        "mean_top_prob": float(top.mean()) if top.numel() else math.nan,
-    }
-
-
-def is_emulated(name: str, recipe: Recipe) -> bool:
-    """Whether time says nothing about the formats: some are narrower than what the arithmetic runs in."""
-    narrow = {*recipe.storage.values(), *recipe.at.values()} - {recipe.base}
-    return registry.entry(name).emulated and bool(narrow)
-
-
 def _cells(
     unit: Unit,
     recipe: Recipe,
@@ -228,7 +191,7 @@ def _record(
         "errors": judged.errors, "total_errors": judged.total_errors, "lse_errors": judged.lse_errors,
         "status": judged.status, "reasons": judged.reasons, "margins": judged.margins, "diagnosis": judged.diagnosis,
         "precision": judged.precision, "precision_reasons": judged.precision_reasons, "floor": judged.floor,
-        "output_hash": _hash(outcome.result.out),
+        "output_hash": hash_of(outcome.result.out),
     }  # fmt: skip
     nothing = {
         "errors": None, "total_errors": None, "lse_errors": None, "status": outcome.status, "reasons": outcome.reasons,
@@ -246,7 +209,3 @@ def _record(
         ran=getattr(outcome.result, "ran", None),
         **(verdict or nothing),
     )  # fmt: skip
-
-
-def _hash(out: torch.Tensor) -> str:
-    return hashlib.sha256(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

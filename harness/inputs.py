@@ -243,6 +243,17 @@ def rotate_at(x: Tensor, position: Tensor, base: float = 1e4) -> Tensor:
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), -1).flatten(-2)
 
 
+def _layer(source: Source, **params: Any) -> Tensors:
+    """What a layer's projections make of its X, in FP64: what attention inside it is given."""
+    from harness.capture import MissingExtra
+    from harness.layer_inputs import attention_inputs  # it draws with this module's Source
+
+    try:
+        return attention_inputs(source.case, source.seed)
+    except MissingExtra as error:
+        raise ValueError(f"case {source.case.id}: {error}") from None
+
+
 def _file(source: Source, path: str, prefix: str, tokens: int | None = None) -> Tensors:
     """Tensors `{prefix}.q`, `.k`, `.v` of a safetensors file, the first `tokens` of each. A relative path starts at the
     folder of the case file, or of the built-in cases."""
@@ -280,4 +291,6 @@ KINDS: dict[str, Callable[..., Tensors]] = {
     "rope": _rope,
     "values": _values,
     "file": _file,
+    "layer": _layer,
+    "smollm2_layer": _layer,
 }

@@ -396,7 +396,7 @@ class Docket:
         """The recipe's status on these inputs, why, and its floor (see `Judgement`)."""
         if self.exact_truth is None:
             return Status.INCONCLUSIVE, (_NO_EXACT,), math.nan
-        reasons = [reason for h in self.hazards() if (reason := self._ruinous(h))]
+        reasons = [reason for h in self.hazards() if (reason := ruinous(h, self.recipe))]
         error, floor = self.floor(form)
         if floor > 0 and error > ONE_BIT * floor:
             reasons.append(
@@ -452,19 +452,19 @@ class Docket:
                 self._ideal_truth = self._truth(tuple(stored))
         return self._ideal_truth
 
-    def _ruinous(self, h: Hazard) -> str:
-        """What a hazard says against the recipe, if anything: loud where values were lost, not where they only
-        might."""
-        lost = h.kind in (HazardKind.OVERFLOW, HazardKind.NON_FINITE)
-        if h.stage in TENSORS:
-            scaling = self.recipe.scaling.get(h.stage)
-            fixed = scaling is None or scaling.source != "amax"
-            lost = lost or (h.kind is HazardKind.SATURATION and fixed)
-        elif h.kind is HazardKind.SATURATION:
-            lost = True
-        elif h.kind is HazardKind.FLUSH:
-            lost = h.lost_mass > get_format(h.format).unit_roundoff
-        return str(h) if lost else ""
+
+def ruinous(h: Hazard, recipe: Recipe) -> str:
+    """What a hazard says against the recipe, if anything: loud where values were lost, not where they only might."""
+    lost = h.kind in (HazardKind.OVERFLOW, HazardKind.NON_FINITE)
+    if h.stage in TENSORS:
+        scaling = recipe.scaling.get(h.stage)
+        fixed = scaling is None or scaling.source != "amax"
+        lost = lost or (h.kind is HazardKind.SATURATION and fixed)
+    elif h.kind is HazardKind.SATURATION:
+        lost = True
+    elif h.kind is HazardKind.FLUSH:
+        lost = h.lost_mass > get_format(h.format).unit_roundoff
+    return str(h) if lost else ""
 
 
 def ideal_recipe(recipe: Recipe) -> Recipe:

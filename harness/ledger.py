@@ -11,7 +11,7 @@ from torch import Tensor
 
 from harness.arithmetic import Block
 from harness.formats import FloatFormat, get_format
-from harness.recipe import STAGES, Recipe
+from harness.recipe import LAYER_STAGES, STAGES, Recipe
 from harness.records import Hazard, HazardKind
 from harness.spec import Shape
 
@@ -144,7 +144,7 @@ class RangeLedger:
 
     def hazards(self) -> Iterator[Hazard]:
         """Entries in the order data meets the stages."""
-        for stage in STAGES:
+        for stage in (*STAGES, *LAYER_STAGES):
             if stage in self.stages:
                 yield from self._of(stage, self.stages[stage])
 

@@ -18,8 +18,8 @@ from harness.formats import FORMATS, get_format
 from harness.scaling import GRANULARITIES, SOURCES, Scaling
 
 __all__ = [
-    "DEFAULT_RECIPES", "GRANULARITIES", "RECIPES", "SOURCES", "STAGES", "TENSORS", "Accumulator", "Recipe", "Scaling",
-    "get_recipe", "load_recipe", "recipes",
+    "DEFAULT_RECIPES", "GRANULARITIES", "LAYER_STAGES", "RECIPES", "SOURCES", "STAGES", "TENSORS", "Accumulator",
+    "Recipe", "Scaling", "get_recipe", "load_recipe", "recipes",
 ]  # fmt: skip
 
 # Rounding points in the order data meets them. `scores_raw`: q·k. `scores`: every later store of S (scale, softcap,
@@ -27,6 +27,8 @@ __all__ = [
 STAGES = (
     "scores_raw", "scores", "shifted", "exp", "rescale", "row_sum", "probs", "block_out", "acc", "out",
 )  # fmt: skip
+# Those of the layer around it: a projection's product, its store, q and k once turned, W_O's store, X + Z, LayerNorm's.
+LAYER_STAGES = ("gemm", "proj", "rope", "z", "residual", "norm")
 TENSORS = ("q", "k", "v")
 ROTATIONS = ("hadamard",)
 
@@ -79,9 +81,9 @@ class Recipe:
             _one_of("rotate", self.rotate, ROTATIONS, ", or None; q and k are rotated together")
         _accumulator(self.accumulator, self.base)
         _keys("storage", self.storage, TENSORS)
-        _keys("at", self.at, STAGES)
+        _keys("at", self.at, (*STAGES, *LAYER_STAGES))
         _keys("scaling", self.scaling, TENSORS)
-        _keys("overflow", self.overflow, (*STAGES, *TENSORS))
+        _keys("overflow", self.overflow, (*STAGES, *LAYER_STAGES, *TENSORS))
         for tensor, scaling in self.scaling.items():
             if not isinstance(scaling, Scaling):
                 raise ValueError(f"scaling of {tensor} is {scaling!r}; allowed: a Scaling")
@@ -138,7 +140,7 @@ class Recipe:
         ]
         parts += [f"{t}={self.storage[t]}" for t in TENSORS]
         parts += [f"{t}×{s.digest}" for t, s in sorted(self.scaling.items())]
-        parts += [f"{s}→{self.at[s]}" for s in STAGES if s in self.at]
+        parts += [f"{s}→{self.at[s]}" for s in (*STAGES, *LAYER_STAGES) if s in self.at]
         parts += [f"{p}!{self.overflow[p]}" for p in sorted(self.overflow)]
         parts += [f"{n}={x}" for n, x in (("inputs", self.inputs), ("rotate", self.rotate)) if x is not None]
         parts += [] if self.accumulator is None else [f"accumulator={self.accumulator.digest}"]

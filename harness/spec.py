@@ -1,4 +1,5 @@
-"""What attention is to compute: the sizes (`Shape`) and the rules (`AttentionSpec`).
+"""What is to be computed: the sizes (`Shape`) and the rules of attention (`AttentionSpec`), and the layer around it
+(`LayerSpec`).
 
 With q_len = L, kv_len = S, query row i and key j (0-based), the position of row i among the keys is
 i + S − L when aligned bottom-right (the last query meets the last key) and i when aligned top-left. With ragged
@@ -16,6 +17,7 @@ from dataclasses import dataclass
 
 ALIGNMENTS = ("bottom-right", "top-left")
 EMPTY_ROWS = ("zero", "nan")
+WEIGHT_SCALES = ("channel", "tensor")
 
 
 @dataclass(frozen=True)
@@ -153,3 +155,52 @@ class Shape:
         lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}×{self.kv_len}"
         width = f"{self.head_dim}" if self.head_dim == self.E else f"{self.head_dim}→{self.value_dim}"
         return f"[{self.batch}, {heads}, {lengths}, {width}]"
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """The layer around attention: X `[B, T, D]` to LayerNorm(X + Z) of the same size, D = `width`.
+
+    `rope`: the base of rotary positions, None for none; channels i and i + H/2 turn together (so H is even). `eps` is
+    LayerNorm's. `weight_scale`: where weights are scaled into a narrow format, one scale per output `channel` or one a
+    `tensor`. `steps` None is the training form, the whole sequence at once; a number says that the last so many tokens
+    are decoded one at a time over cached K and V.
+
+    Raises ValueError for a value outside these ranges.
+    """
+
+    width: int
+    rope: float | None = None
+    eps: float = 1e-5
+    weight_scale: str = "channel"
+    steps: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("width", self.width, 1),
+            ("steps", 0 if self.steps is None else self.steps, 0),
+        ):
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"{name} is {value!r}; allowed: an integer ≥ {least}")
+        if self.rope is not None and not (_finite(self.rope) and self.rope > 0):
+            raise ValueError(f"rope is {self.rope!r}; allowed: a base > 0, or None for no rotation")
+        if not (_finite(self.eps) and self.eps > 0):
+            raise ValueError(f"eps is {self.eps!r}; allowed: a finite number > 0")
+        if self.weight_scale not in WEIGHT_SCALES:
+            raise ValueError(f"weight_scale is {self.weight_scale!r}; allowed: {', '.join(WEIGHT_SCALES)}")
+
+    def check(self, shape: Shape, spec: AttentionSpec) -> None:
+        """Raises ValueError where the attention inside does not fit: q, k and v all come from X."""
+        if shape.q_len != shape.S or shape.head_dim != shape.E:
+            raise ValueError(
+                f"the shape of a layer is {shape}; allowed: one length and one head width, q, k and v come from one X"
+            )
+        if self.rope is not None and shape.head_dim % 2:
+            raise ValueError(
+                f"head_dim is {shape.head_dim} with rope; allowed: an even one, channels turn in pairs"
+            )
+        if self.steps is not None and not (spec.causal and self.steps <= shape.q_len):
+            raise ValueError(
+                f"steps is {self.steps} of {shape.q_len} tokens, causal={spec.causal}; allowed: at most the tokens, and"
+                " causal attention: a later token does not exist yet"
+            )

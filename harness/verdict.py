@@ -83,6 +83,17 @@ class Verdict:
     along: tuple[Along, ...]
 
 
+@dataclass(frozen=True)
+class Ground:
+    """What a yardstick stands on, for outputs of `shape` `[B, H, L, E]`: the rows that count `[B·H·L]`, and ulp²/12 of
+    each element of the truth."""
+
+    shape: tuple[int, ...]
+    limits: Limits
+    independent: Tensor
+    own_rounding: Tensor | float
+
+
 Wider = Callable[[], tuple[Tensor, Tensor]]
 
 
@@ -113,13 +124,15 @@ class Bench:
         self.expected = math.sqrt(_mean(call.variance)) if call.variance.numel() else math.nan
 
     @property
+    def ground(self) -> Ground:
+        return Ground(self.call.truth.out.shape, self.limits, self.independent, self.own_rounding)
+
+    @property
     def own_rounding(self) -> Tensor | float:
         """ulp²/12 of each element of the truth: near a power of two a rounding is larger than its mean over a binade,
         which is what the variance holds."""
         if self._rounding is None:
-            fmt, out = get_format(self.call.recipe.out_format), self.call.truth.out
-            truth = out if _finite(out) else out.nan_to_num(0.0, 0.0, 0.0)
-            self._rounding = ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
+            self._rounding = own_rounding(self.call.truth.out, self.call.recipe.out_format)
         return self._rounding
 
     def judge(
@@ -164,15 +177,15 @@ class Bench:
         errors = compare(out, truth, self.call.recipe.out_format)
         finite = torch.isfinite(out) & torch.isfinite(truth)
         e = out - truth if bool(finite.all()) else torch.where(finite, out - truth, 0.0)
-        reasons = list(_classes(errors))
-        over, reason = _over_ceiling(e, ceiling)
-        yard = _Yardstick(e, variance, finite, self)
+        reasons = list(class_reasons(errors))
+        over, reason = over_ceiling(e, ceiling)
+        yard = Yardstick(e, variance, finite, self.ground)
         if wider is not None and (reason or yard.reasons()):
             variance, ceiling = (
                 torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True)
             )
-            over, reason = _over_ceiling(e, ceiling)
-            yard = _Yardstick(e, variance, finite, self)
+            over, reason = over_ceiling(e, ceiling)
+            yard = Yardstick(e, variance, finite, self.ground)
         reasons += reason + yard.reasons()
         taken = self.call.rows.take(out)
         # Of a large call that has failed already, directions are told and decide nothing: one twin will do.
@@ -340,18 +353,18 @@ class _Tested:
 # --- yardstick -------------------------------------------------------------------------------------------------------
 
 
-class _Yardstick:
+class Yardstick:
     """Error ÷ expectation at every level. A row without expected error is exact: compared, not divided."""
 
-    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor, bench: Bench) -> None:
-        self.bench, slack = bench, bench.limits.slack
+    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor, ground: Ground) -> None:
+        self.ground, slack = ground, ground.limits.slack
         shape = e.shape
         allowed = variance if _finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
         row_e = (e * e).sum(-1)
         row_v = (allowed if bool(finite.all()) else torch.where(finite, allowed, 0.0)).sum(-1)
         self.exact = (row_v == 0) & (row_e > 0)
         ratio = torch.where(row_v > 0, row_e / row_v, 0.0)
-        weigh = (bench.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
+        weigh = (ground.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
         self.levels: list[tuple[str, float, float]] = []
         blocks = -(-shape[2] // BLOCK_ROWS)
         tests = 1 + shape[0] * shape[1] * (1 + blocks + shape[2])
@@ -383,7 +396,7 @@ class _Yardstick:
         return float(value[0])
 
     def _place(self, name: str, index: int) -> str:
-        _, heads, rows, _ = self.bench.call.truth.out.shape
+        _, heads, rows, _ = self.ground.shape
         if name == "tensor":
             return ""
         per = {"head": 1, "rows": max(-(-rows // BLOCK_ROWS), 1), "row": max(rows, 1)}[name]
@@ -395,7 +408,7 @@ class _Yardstick:
     def _elements(self, e: Tensor, variance: Tensor, finite: Tensor, slack: float) -> None:
         if not e.numel():
             return
-        z = torch.where(variance > 0, e.abs() / (variance + self.bench.own_rounding).sqrt(), 0.0)
+        z = torch.where(variance > 0, e.abs() / (variance + self.ground.own_rounding).sqrt(), 0.0)
         limit = slack * threshold(e.numel())
         worst = int(z.argmax())
         at = unravel(worst, e.shape)
@@ -410,6 +423,13 @@ class _Yardstick:
         if share > 1:
             found.append(f"error of {name} is {value:.3g} × what is normal, {share:.3g} × the limit")
         return found
+
+
+def own_rounding(truth: Tensor, out_format: str) -> Tensor | float:
+    """ulp²/12 of each element."""
+    fmt = get_format(out_format)
+    truth = truth if _finite(truth) else truth.nan_to_num(0.0, 0.0, 0.0)
+    return ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
 
 
 def _limits(rows: Tensor, tests: int, slack: float) -> Tensor:
@@ -445,7 +465,7 @@ def independent_rows(call: Call) -> Tensor:
     return kept.flatten()
 
 
-def _classes(errors: Errors) -> list[str]:
+def class_reasons(errors: Errors) -> list[str]:
     if not errors.class_mismatch:
         return []
     counts = (
@@ -457,7 +477,7 @@ def _classes(errors: Errors) -> list[str]:
     return [f"classes differ from the stored truth: {found}"]
 
 
-def _over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
+def over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
     """The largest error ÷ ceiling, and what it says when it is above 1. A bound of 0 allows no error."""
     bound = torch.where(torch.isnan(ceiling), math.inf, ceiling)
     share = torch.where(e == 0, 0.0, e.abs() / bound)

@@ -35,7 +35,7 @@ def case(
 # --- which numbers ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("values", "file")])
+@pytest.mark.parametrize("kind", [k for k in KINDS if k not in ("values", "file", "layer", "smollm2_layer")])
 def test_one_case_and_seed_give_the_same_bits_again(kind: str) -> None:
     params = {"score": 3.0} if kind == "amplitude" else {}
     one, again = (make_inputs(case(kind, **params), 7) for _ in range(2))

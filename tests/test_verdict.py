@@ -14,7 +14,7 @@ from harness.error_model import BLACK_BOX
 from harness.judging import Docket
 from harness.operands import Extras
 from harness.significance import ratio_limit
-from harness.verdict import FP32_LIMITS, NARROW, Verdict, _over_ceiling
+from harness.verdict import FP32_LIMITS, NARROW, Verdict, over_ceiling
 
 SIZE = (1, 2, 64, 32)
 
@@ -91,11 +91,11 @@ def test_row_without_a_variance_is_exact() -> None:
 def test_bound_of_zero_allows_no_error_and_an_unknown_one_any() -> None:
     e = torch.zeros(1, 1, 1, 3, dtype=torch.float64)
     bound = torch.tensor([0.0, math.nan, math.inf], dtype=torch.float64).view(1, 1, 1, 3)
-    assert _over_ceiling(e, bound) == (0.0, [])
+    assert over_ceiling(e, bound) == (0.0, [])
     e[..., 1:] = 1e9
-    assert _over_ceiling(e, bound) == (0.0, [])
+    assert over_ceiling(e, bound) == (0.0, [])
     e[..., 0] = 1e-300
-    over, reasons = _over_ceiling(e, bound)
+    over, reasons = over_ceiling(e, bound)
     assert over == math.inf
     assert "which no correct run does" in reasons[0]
 
