@@ -567,7 +567,7 @@ def test_layer_cases_give_records_of_every_implementation() -> None:
     one = replace(case(), name="short", shape=Shape(1, 4, 16, 16, kv_heads=2))
     records = harness.run([one], recipes=["bf16", "fp8_e4m3"])
     assert {(r.implementation, r.recipe) for r in records} == {
-        (n, r) for n in registry.default_implementations() for r in ("bf16", "fp8_e4m3")
+        (n, r) for n in registry.default_implementations("layer") for r in ("bf16", "fp8_e4m3")
     }
     for r in records:
         assert r.status is (
