@@ -181,7 +181,8 @@ class Trial:
     def discrete(self, name: str, what: str, g: Tensor) -> Suspect:
         g = torch.where((self.weight > 0) & torch.isfinite(g), g, 0.0)
         weighed = g * self.weight
-        return Suspect(name, what, (g * weighed).sum(-1), (self.e * weighed).sum(-1), False)
+        share = CUT_EXPLAINS if name.startswith("truncated") else 1.0
+        return Suspect(name, what, (g * weighed).sum(-1), (self.e * weighed).sum(-1), False, share)
 
     def _far_scale(self) -> Iterator[Suspect]:
         """The scale again, where its direction is no longer straight: the size that explains most, by secant steps."""

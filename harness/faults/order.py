@@ -105,6 +105,9 @@ def blocks(x: Subject) -> Iterator[Fault]:
             break
         last, rest = (n - 1) // size * size, n % size
         places = {"first": slice(0, size), "last": slice(last, n), "second": slice(size, min(2 * size, n))}
+        v = torch.cat([x.v[:, :, :last], torch.zeros_like(x.v[:, :, last:])], 2)
+        what = f"the values of the last block of {size} keys are 0, and their weights count"
+        yield f"V of the last block of {size} missing", what, partial(x.run, v=v)
         for name, keys in places.items():
             what = f"the {name} block of {size} keys"
             yield f"{name} block of {size} lost", f"{what} is lost", partial(_lost, x, keys)
