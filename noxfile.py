@@ -187,9 +187,11 @@ def _lint_code(_code: int) -> int:
     return FAILURE
 
 
-def _run(session: nox.Session, meaning: Callable[[int], int], *arguments: str) -> None:
+def _run(
+    session: nox.Session, meaning: Callable[[int], int], *arguments: str, env: dict[str, str] | None = None
+) -> None:
     try:
-        session.run(_python(), *arguments, external=True)
+        session.run(_python(), *arguments, external=True, env=env)
     except nox.command.CommandFailed as failed:
         _codes.add(meaning(getattr(failed, "return_code", None) or FAILURE))
         raise
@@ -272,8 +274,16 @@ def mutants(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def tests(session: nox.Session) -> None:
-    """Run the tests."""
-    _run(session, _pytest_code, "-m", "pytest", "-q", *session.posargs)
+    """Run the tests, side by side where pytest-xdist is installed."""
+    found = (
+        subprocess.run([_python(), "-c", "import xdist"], capture_output=True, check=False).returncode == 0
+    )
+    parallel = (
+        ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal", "-p", "no:benchmark") if found else ()
+    )
+    # One thread each: workers that all take every core take many times as long.
+    env = {"OMP_NUM_THREADS": "1"} if found else {}
+    _run(session, _pytest_code, "-m", "pytest", "-q", *parallel, *session.posargs, env=env)
 
 
 @nox.session(venv_backend="none", requires=["env"])
