@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from harness import registry
-from harness.attention.algorithm import store
 from harness.case import Case
 from harness.compare import compare
 from harness.cost import attention_flops, kv_bytes_per_token
 from harness.inputs import make_inputs
 from harness.pipeline import is_emulated
-from harness.quantize import Stored
+from harness.quantize import Stored, store
 from harness.recipe import DEFAULT_RECIPES, get_recipe
 from harness.spec import AttentionSpec, Shape
 from harness.truth import Truth, reference

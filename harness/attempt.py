@@ -19,6 +19,7 @@ from harness.quantize import Stored
 from harness.recipe import Recipe
 from harness.records import Hazard, Relation, Status
 from harness.relations import relations
+from harness.result import Refusal
 from harness.spec import Shape
 from harness.truth import Truth
 
@@ -56,6 +57,8 @@ def attempt(
         related: tuple[Relation, ...] = ()
         if case.relations and seed == 0:  # what one draw shows, the others repeat
             related = relations(name, result.out, stored, spec, recipe, extras, shape)
+    except Refusal as refusal:
+        return Outcome(Status.REFUSED, (str(refusal),))
     except Exception as error:
         return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
     foreseen = predict(truth, recipe, getattr(implementation, "subtracts_max", True))

@@ -243,6 +243,7 @@ def _record(
         data=data, inputs_hash=problem.inputs.hash, machine=machine(unit.device),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         case_digest=case.digest, source=case.source, relations=outcome.relations, mask_rows=rows,
+        ran=getattr(outcome.result, "ran", None),
         **(verdict or nothing),
     )  # fmt: skip
 

@@ -178,14 +178,15 @@ def to_markdown(table: OptionTable) -> str:
 
 
 def documented(text: str) -> str:
-    """A document with the table of the built-in implementations between its markers.
+    """A document with the table of the built-in implementations between its markers, but for those whose refusals
+    depend on the machine.
 
     Raises ValueError where there are none.
     """
     if text.count(START) != 1 or text.count(END) != 1 or text.index(START) > text.index(END):
         raise ValueError(f"the document lacks the lines {START} and {END}, once each and in this order")
     before, after = text[: text.index(START)], text[text.index(END) :]
-    built_in = (e.name for e in registry.table().values() if e.target.startswith("harness."))
+    built_in = (e.name for e in registry.table().values() if e.target.startswith("harness.") and not e.needs)
     return f"{before}{START}\n\n{to_markdown(option_table(built_in))}\n{after}"
 
 

@@ -30,17 +30,19 @@ def plan(
         raise ValueError(f"seeds is {seeds!r}; allowed: an integer ≥ 1")
     implementations = (implementations,) if isinstance(implementations, str) else implementations
     recipes = (recipes,) if isinstance(recipes, (str, Recipe)) else recipes
-    names = tuple(
-        dict.fromkeys(registry.default_implementations() if implementations is None else implementations)
-    )
-    for name in names:
+    names = None if implementations is None else tuple(dict.fromkeys(implementations))
+    for name in names or ():
         registry.entry(name)
     chosen = tuple(dict.fromkeys(get_recipe(r) for r in (DEFAULT_RECIPES if recipes is None else recipes)))
     if len({r.name for r in chosen}) < len(chosen):
         raise ValueError("two recipes share one name; give each its own, since records are keyed by it")
     return [
         Unit(
-            case, seed, names, tuple(r for r in chosen if recipes is not None or case.chooses(r.name)), device
+            case,
+            seed,
+            registry.default_implementations(case.group) if names is None else names,
+            tuple(r for r in chosen if recipes is not None or case.chooses(r.name)),
+            device,
         )
         for case in cases
         for seed in range(case.draws(seeds))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from harness.formats import FP32, FloatFormat, get_format
-from harness.recipe import Recipe, Scaling
+from harness.recipe import TENSORS, Recipe, Scaling
 from harness.rotation import rotate
 from harness.rounding import round_to
 
@@ -177,6 +178,22 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
             f" allowed: stored values, with scales= where the recipe scales, or quantize=True to round first"
         )
     return Stored(codes, divisor, 0, 0 if divisor is None else divisor.numel())
+
+
+def store(
+    tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any = None, round_first: bool = False
+) -> tuple[Stored, Stored, Stored]:
+    """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
+    allowed = "three, for q, k and v, each a tensor, a number or None"
+    if scales is None:
+        scales = (None, None, None)
+    elif not isinstance(scales, (tuple, list)):
+        raise ValueError(f"scales is a {type(scales).__name__}; allowed: a tuple of {allowed}")
+    if len(scales) != 3:
+        raise ValueError(f"scales has {len(scales)} entries; allowed: {allowed}")
+    take = quantize if round_first else admit
+    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
+    return q, k, v
 
 
 def _no_scale(scale: Tensor | float | None, name: str, recipe: Recipe) -> None:

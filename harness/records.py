@@ -17,7 +17,7 @@ from typing import Any
 
 from harness.files import write_atomically
 
-SCHEMA = "1.1"
+SCHEMA = "1.2"
 
 
 class Status(enum.Enum):
@@ -245,12 +245,23 @@ class Machine:
 
 
 @dataclass(frozen=True)
+class Ran:
+    """What a black box was seen to run. `backend`: what was asked for. `operators`: the products, softmaxes and fused
+    kernels that torch dispatched to, in order, each once. `dtype`, `device`: of the tensors these were given."""
+
+    backend: str
+    operators: tuple[str, ...]
+    dtype: str
+    device: str
+
+
+@dataclass(frozen=True)
 class Record:
     """One cell. `errors` is against the stored truth, `total_errors` against the exact truth, `lse_errors` against
     the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and scales
     of K and V of all kv heads of the case. `flops` is the mathematics' count for the visible pairs, `computed_flops`
     what the implementation's products took. `data` holds facts about the inputs, from FP64. `source`: the built-in case
-    file or the path the case came from; `case_digest`: `Case.digest`."""
+    file or the path the case came from; `case_digest`: `Case.digest`. `ran`: of black boxes, since schema 1.2."""
 
     case: str
     group: str
@@ -287,6 +298,7 @@ class Record:
     precision: Status | None = None
     precision_reasons: tuple[str, ...] = ()
     floor: float = math.nan
+    ran: Ran | None = None
     schema: str = SCHEMA
 
     @property

@@ -7,9 +7,12 @@ recipe, …) -> tuple[str, ...]` (see `harness.attention.Algorithm`).
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 ENTRY_POINTS = "attention_harness.implementations"
@@ -18,13 +21,20 @@ ENTRY_POINTS = "attention_harness.implementations"
 @dataclass(frozen=True)
 class Entry:
     """One implementation: where it lives, whether its low precision is emulated, and what it is, in a line. A run
-    takes those of `default` where none are named."""
+    takes those of `default` where none are named, on cases of these `groups` alone where there are some. `needs`: cuda,
+    for one that torch has nowhere else."""
 
     name: str
     target: str
     emulated: bool
     summary: str
     default: bool = True
+    groups: tuple[str, ...] = ()
+    needs: str = ""
+
+    def runs_by_default(self, group: str) -> bool:
+        """Whether a run takes it on cases of this group where no implementation is named."""
+        return self.default and (not self.groups or group in self.groups)
 
 
 _BUILT_IN = (
@@ -62,6 +72,30 @@ _BUILT_IN = (
         "split_kv", "harness.attention.split_kv:SPLIT_KV", True,
         "key parts attended apart, merged by their lse", default=False,
     ),
+    Entry(
+        "sdpa_math", "harness.kernels.sdpa:SDPA_MATH", False,
+        "torch SDPA, backend MATH (16-bit inputs are computed in FP32)", groups=("smoke",),
+    ),
+    Entry(
+        "sdpa_flash", "harness.kernels.sdpa:SDPA_FLASH", False, "torch SDPA, backend FLASH_ATTENTION",
+        groups=("smoke",),
+    ),
+    Entry(
+        "sdpa_efficient", "harness.kernels.sdpa:SDPA_EFFICIENT", False, "torch SDPA, backend EFFICIENT_ATTENTION",
+        default=False, needs="cuda",
+    ),
+    Entry(
+        "sdpa_cudnn", "harness.kernels.sdpa:SDPA_CUDNN", False, "torch SDPA, backend CUDNN_ATTENTION",
+        default=False, needs="cuda",
+    ),
+    Entry(
+        "flex_attention", "harness.kernels.flex:FLEX_ATTENTION", False,
+        "torch flex_attention, compiled: about 10 s for each shape", default=False,
+    ),
+    Entry(
+        "scaled_mm", "harness.kernels.scaled_mm:SCALED_MM", False,
+        "FP8 products by torch._scaled_mm, softmax in FP32 between them", default=False,
+    ),
 )  # fmt: skip
 
 
@@ -79,9 +113,9 @@ def implementations() -> tuple[str, ...]:
     return tuple(table())
 
 
-def default_implementations() -> tuple[str, ...]:
-    """Those that a run takes where none are named."""
-    return tuple(name for name, e in table().items() if e.default)
+def default_implementations(group: str) -> tuple[str, ...]:
+    """Those that a run takes on cases of a group where none are named."""
+    return tuple(name for name, e in table().items() if e.runs_by_default(group))
 
 
 def entry(name: str) -> Entry:
@@ -90,6 +124,21 @@ def entry(name: str) -> Entry:
         return table()[name]
     except (KeyError, TypeError):
         raise ValueError(f"unknown implementation {name!r}; allowed: {', '.join(table())}") from None
+
+
+def unavailable(e: Entry) -> str:
+    """Why an implementation cannot run on this machine as far as that is seen without loading torch; else empty."""
+    if e.needs != "cuda":
+        return ""
+    found = find_spec("torch")
+    built = Path(found.origin).with_name("version.py") if found and found.origin else Path()
+    if not built.is_file() or "cuda: Optional[str] = None" in built.read_text(encoding="utf-8"):
+        return "needs CUDA, which this torch is built without"
+    return (
+        ""
+        if Path("/dev/nvidiactl").exists() or os.name == "nt"
+        else "needs CUDA, and no NVIDIA device is seen"
+    )
 
 
 def get(name: str) -> Any:

@@ -51,5 +51,7 @@ def _cuda_is_available() -> bool:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and not _cuda_is_available():
         pytest.skip("torch sees no CUDA device")
+    if item.get_closest_marker("slow") and "slow" not in item.config.option.markexpr:
+        pytest.skip("takes minutes: choose it with -m slow")
     if item.get_closest_marker("capture") and importlib.util.find_spec("gguf") is None:
         pytest.skip("the capture extra is not installed")

@@ -14,11 +14,12 @@ import torch
 
 import harness
 from harness import cell, pipeline, registry
-from harness.attention.algorithm import Algorithm, Result
+from harness.attention.algorithm import Algorithm
 from harness.case import Case, Draw
 from harness.journal import workers
 from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status, to_json
+from harness.result import Result
 from harness.spec import AttentionSpec, Shape
 
 CAUSAL = Case("made", "causal", Shape(heads=2, q_len=9, head_dim=8), "small", AttentionSpec(causal=True))
@@ -112,10 +113,17 @@ def test_fixed_draws_run_one_seed_and_the_others_all() -> None:
 
 def test_defaults_are_the_default_implementations_and_the_default_recipes() -> None:
     (unit,) = pipeline.plan([FIXED])
-    by_name = {"chunked_decode", "paged_decode", "split_kv"}
-    assert set(harness.implementations()) - by_name == set(unit.implementations)
+    other = {"chunked_decode", "paged_decode", "split_kv", "flex_attention", "scaled_mm"}
+    other |= {name for name in harness.implementations() if name.startswith("sdpa_")}  # on smoke, or by name
+    assert set(harness.implementations()) - other == set(unit.implementations)
     assert {r.name for r in unit.recipes} == set(DEFAULT_RECIPES)
     assert unit.cells == len(unit.keys) == len(unit.implementations) * len(unit.recipes)
+
+
+def test_black_boxes_run_by_default_on_smoke_alone() -> None:
+    (unit,) = pipeline.plan([replace(FIXED, group="smoke")])
+    (plain,) = pipeline.plan([FIXED])
+    assert unit.implementations == (*plain.implementations, "sdpa_math", "sdpa_flash")
 
 
 def test_names_given_twice_run_once_and_a_single_name_needs_no_list() -> None:

@@ -13,20 +13,11 @@ from harness._frozen import FrozenMap
 from harness.arithmetic import DTYPES, Arithmetic, Watcher
 from harness.attention.rows import Problem, descaled
 from harness.operands import NO_EXTRAS, Extras, check
-from harness.quantize import Stored, admit, quantize
-from harness.recipe import TENSORS, Recipe, get_recipe
+from harness.quantize import Stored, store
+from harness.recipe import Recipe, get_recipe
+from harness.result import Result
 from harness.scaling import MX_BLOCK
 from harness.spec import AttentionSpec, Shape
-
-
-@dataclass(frozen=True)
-class Result:
-    """`out` `[B, H, L, E]` in the recipe's output dtype, `lse` `[B, H, L]` (natural log) in the base dtype or None
-    where the implementation gives none, and the FLOPs of the products that were computed."""
-
-    out: Tensor
-    lse: Tensor | None = None
-    flops: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,22 +103,6 @@ class Algorithm:
             raise ValueError(f"{self.name} cannot be run for some rows alone; allowed: rows=None")
         parts = [self.part(ar, p, part, **options) for part in rows]
         return torch.cat([o for o, _ in parts], 2), torch.cat([lse for _, lse in parts], 2)
-
-
-def store(
-    tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any = None, round_first: bool = False
-) -> tuple[Stored, Stored, Stored]:
-    """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
-    allowed = "three, for q, k and v, each a tensor, a number or None"
-    if scales is None:
-        scales = (None, None, None)
-    elif not isinstance(scales, (tuple, list)):
-        raise ValueError(f"scales is a {type(scales).__name__}; allowed: a tuple of {allowed}")
-    if len(scales) != 3:
-        raise ValueError(f"scales has {len(scales)} entries; allowed: {allowed}")
-    take = quantize if round_first else admit
-    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
-    return q, k, v
 
 
 def _problem(

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.attention.algorithm import Result
 from harness.records import Relation
+from harness.result import Result
 from harness.rounding import ulp
 
 

@@ -58,7 +58,7 @@ def list_(what: str, options: bool) -> None:
         return
 
     if what in ("all", "implementations"):
-        rows = [[e.name, "" if e.default else "by name", e.summary] for e in registry.table().values()]
+        rows = [[e.name, _when(e), _what(e)] for e in registry.table().values()]
         click.echo(table(["implementation", "", "what it is"], rows, wrap=(2,)) + "\n")
     if what in ("all", "recipes"):
         rows = [[r.name, r.digest] for r in RECIPES.values()]
@@ -66,6 +66,16 @@ def list_(what: str, options: bool) -> None:
     if what in ("all", "cases"):
         rows = [[c.id, str(c.shape), c.why] for c in load_cases("all")]
         click.echo(table(["case", "[B, H, L, D]", "why"], rows, wrap=(0, 2)))
+
+
+def _when(e: registry.Entry) -> str:
+    """Whether a run takes it where none are named."""
+    return "on " + ", ".join(e.groups) if e.default and e.groups else "" if e.default else "by name"
+
+
+def _what(e: registry.Entry) -> str:
+    reason = registry.unavailable(e)
+    return f"{e.summary}; not here: {reason}" if reason else e.summary
 
 
 @cli.command(short_help="Run implementations × recipes on cases, and report.")

@@ -65,6 +65,6 @@ def _whole(records: list[Record]) -> bool:
         (case.id, name, recipe, seed) in have
         for case in load_cases("all")
         for seed in range(case.draws(SEEDS))
-        for name in registry.default_implementations()
+        for name in registry.default_implementations(case.group)
         for recipe in filter(case.chooses, DEFAULT_RECIPES)
     )

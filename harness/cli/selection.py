@@ -58,10 +58,10 @@ def filters(command: F) -> F:
 
 @dataclass(frozen=True)
 class Selection:
-    """Cases × seeds × recipes × implementations on a device."""
+    """Cases × seeds × recipes × implementations on a device; None: those of each case's group by default."""
 
     cases: tuple[Case, ...]
-    implementations: tuple[str, ...]
+    implementations: tuple[str, ...] | None
     recipes: tuple[Recipe, ...]
     seeds: int
     device: str
@@ -70,15 +70,23 @@ class Selection:
 
     @property
     def cells(self) -> int:
-        under = (
-            case.draws(self.seeds) * sum(self.named or case.chooses(r.name) for r in self.recipes)
+        return sum(
+            case.draws(self.seeds)
+            * sum(self.named or case.chooses(r.name) for r in self.recipes)
+            * len(self.of(case))
             for case in self.cases
         )
-        return sum(under) * len(self.implementations)
+
+    def of(self, case: Case) -> tuple[str, ...]:
+        """The implementations that run on a case."""
+        if self.implementations is None:
+            return registry.default_implementations(case.group)
+        return self.implementations
 
     def __str__(self) -> str:
+        names = {i for case in self.cases for i in self.of(case)}
         parts = (
-            (self.cells, "cell"), (len(self.cases), "case"), (len(self.implementations), "implementation"),
+            (self.cells, "cell"), (len(self.cases), "case"), (len(names), "implementation"),
             (len(self.recipes), "recipe"), (self.seeds, "seed"), (self.jobs, "job"),
         )  # fmt: skip
         cells, *rest = (f"{n} {word}{'s' * (n != 1)}" for n, word in parts)
@@ -93,8 +101,8 @@ def select(
 
     Raises ValueError naming what was given and what is allowed.
     """
-    names = tuple(dict.fromkeys(implementations)) or registry.default_implementations()
-    for name in names:
+    names = tuple(dict.fromkeys(implementations)) or None
+    for name in names or ():
         registry.entry(name)
     chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or DEFAULT_RECIPES))
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):

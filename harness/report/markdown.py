@@ -124,7 +124,8 @@ def _more(total: int) -> str:
 
 def _headline(report: Report) -> str:
     head = report.headline
-    machines = "".join(f"* {escape(words.machine(m))}\n" for m in head.machines)
+    stated = [*map(words.machine, head.machines), *head.ran]
+    machines = "".join(f"* {escape(text)}\n" for text in stated)
     parts = ["# Attention accuracy", words.extent(head), f"**{words.counts(head)}**"]
     parts += [words.precision(head), words.repeated(head), DECIDED, machines]
     return "\n\n".join(part for part in parts if part).strip()

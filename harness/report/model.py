@@ -76,7 +76,7 @@ def finite_rms(values: Iterable[float]) -> float:
 class Headline:
     """Counts over the whole run. `labels` pairs each of LABELS with its number of records, `precision` each status of a
     recipe with its number of (case, recipe), empty where no record has one. `repeated` records were left out: a later
-    one of the same cell and device stands for them."""
+    one of the same cell and device stands for them. `ran` says what black boxes were seen to run, a line each."""
 
     records: int
     labels: tuple[tuple[str, int], ...]
@@ -88,6 +88,7 @@ class Headline:
     machines: tuple[Machine, ...]
     precision: tuple[tuple[str, int], ...] = ()
     repeated: int = 0
+    ran: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,22 @@ def _headline(
         machines=tuple(dict.fromkeys(r.machine for r in records)),
         precision=precision,
         repeated=repeated,
+        ran=_ran(records),
+    )
+
+
+def _ran(records: Iterable[Record]) -> tuple[str, ...]:
+    """What each black box ran: recipes and dtypes of the same operators share a line."""
+    seen: dict[tuple[str, str, str, str], dict[str, None]] = defaultdict(dict)
+    for r in records:
+        if r.ran is not None and r.ran.operators:
+            operators = ", ".join(r.ran.operators)
+            seen[r.implementation, r.ran.backend, operators, r.ran.device][
+                f"{r.ran.dtype} for {r.recipe}"
+            ] = None
+    return tuple(
+        f"{name} ran {operators} ({backend}) on {device}: {', '.join(dtypes)}"
+        for (name, backend, operators, device), dtypes in seen.items()
     )
 
 

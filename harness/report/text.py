@@ -100,7 +100,8 @@ def _headline(report: Report) -> list[str]:
     lines = [*_paragraph(words.extent(head)), words.counts(head)]
     lines += [line for line in (words.precision(head), words.repeated(head)) if line]
     lines += _paragraph(DECIDED)
-    return lines + [line for m in head.machines for line in _paragraph(words.machine(m))]
+    stated = [*map(words.machine, head.machines), *map(words.clean, head.ran)]
+    return lines + [line for text in stated for line in _paragraph(text)]
 
 
 def _failures(report: Report) -> list[str]:
