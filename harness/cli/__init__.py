@@ -13,7 +13,11 @@ from collections.abc import Sequence
 import click
 
 from harness.cli.commands import cli
+from harness.cli.doors import judge
 from harness.cli.exits import FAILURE, INTERRUPTED, USAGE
+
+for _command in (judge,):
+    cli.add_command(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
