@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from harness.dump_layout import LAYOUTS, Held, arrange
+from harness.dump_options import SPEC, spec_of
 from harness.operands import Extras, check
 from harness.spec import AttentionSpec
 
@@ -23,7 +24,6 @@ TENSORS = (
     "q", "k", "v", "out", "lse", "mask", "bias", "sinks", "kv_lens", "q_scale", "k_scale", "v_scale",
     "exact_q", "exact_k", "exact_v", "cu_seqlens_q", "cu_seqlens_k", "block_table",
 )  # fmt: skip
-SPEC = ("causal", "align", "window", "scale", "softcap", "empty_row")
 OPTIONS = (*SPEC, "recipe", "layout", "fp8", "implementation")
 _IGNORED = ("format", "note")  # `format` is what safetensors' own writers put there
 _MAGIC = (
@@ -79,7 +79,7 @@ def _dump(tensors: dict[str, Tensor], options: Mapping[str, str], quantize: bool
     layout = options.get("layout", "bhsd")
     if layout not in LAYOUTS:
         raise ValueError(f"layout is {layout!r}; allowed: {', '.join(LAYOUTS)}")
-    held = arrange(_wide(tensors), layout, _spec(options))
+    held = arrange(_wide(tensors), layout, spec_of(options))
     q, k, v = (held.tensors[n] for n in ("q", "k", "v"))
     shape, extras = check(
         q, k, v, held.spec, **{n: held.tensors.get(n) for n in ("mask", "bias", "sinks", "kv_lens")}
@@ -194,8 +194,8 @@ def _rows(tokens: int, blocks: int, name: str, given: tuple[int, ...]) -> int:
     fits = [rows for rows in (128, 64, 256, 32) if -(-tokens // rows) == blocks]
     if not fits:
         raise ValueError(
-            f"{name}_scale has shape {given}, {blocks} blocks for {tokens} tokens; allowed: one a token, or one for each"
-            " 32, 64, 128 or 256 of them"
+            f"{name}_scale has shape {given}, {blocks} blocks for {tokens} tokens; allowed: one a token, or one for"
+            " each 32, 64, 128 or 256 of them"
         )
     return fits[0]
 
@@ -221,40 +221,3 @@ def _recipe(dtypes: tuple[torch.dtype, ...]) -> str | None:
     if dtypes == (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fn):
         return "fp8_kv"
     return _NATIVE.get(dtypes[0]) if len(set(dtypes)) == 1 else None
-
-
-# --- options as text ---------------------------------------------------------------------------------------------
-
-
-def _spec(options: Mapping[str, str]) -> AttentionSpec:
-    values: dict[str, object] = {name: options[name] for name in ("align", "empty_row") if name in options}
-    values |= {name: _number(name, options[name]) for name in ("scale", "softcap") if name in options}
-    if "causal" in options:
-        values["causal"] = _truth_value("causal", options["causal"])
-    if "window" in options:
-        values["window"] = _window(options["window"])
-    return AttentionSpec(**values)  # type: ignore[arg-type]
-
-
-def _truth_value(name: str, text: str) -> bool:
-    known = {"true": True, "1": True, "false": False, "0": False}
-    if text.strip().lower() not in known:
-        raise ValueError(f"{name} is {text!r}; allowed: true, false")
-    return known[text.strip().lower()]
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"{name} is {text!r}; allowed: a finite number") from None
-
-
-def _window(text: str) -> tuple[int | None, int | None]:
-    parts = [p.strip().lower() for p in text.strip("()[]").split(",")]
-    if len(parts) != 2 or not all(p == "none" or p.isdecimal() for p in parts):
-        raise ValueError(
-            f"window is {text!r}; allowed: left,right, each an integer ≥ 0 or none, such as 127,0"
-        )
-    left, right = (None if p == "none" else int(p) for p in parts)
-    return left, right

@@ -1,7 +1,8 @@
-"""Commands for tensors and questions from outside: `judge`."""
+"""Commands for tensors and questions from outside: `judge`, `tolerance`."""
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,13 +11,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from harness.cli.exits import FAILURE, NOTHING_RAN
+from harness.dump_options import spec_of
 from harness.recipe import RECIPES, Recipe, get_recipe, load_recipe
 from harness.records import Status, write_records
 from harness.report.text import WIDTH, table
+from harness.spec import Shape
 
 if TYPE_CHECKING:
     from harness.judge_file import FileVerdict
     from harness.places import Place
+    from harness.tolerance import Tolerance
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 SHOWN = 8  # heads told one by one
@@ -118,3 +122,75 @@ def _places(found: FileVerdict) -> list[str]:
 
 def _cells(p: Place) -> list[str]:
     return [f"{p.rel_l2:.2g}", f"{p.ratio:.2f}", f"{p.max_abs:.2g}", str(p.wrong)]
+
+
+@click.command(name="tolerance", short_help="Say what error is normal for a shape and a precision.")
+@click.option("--shape", required=True, metavar="B,H,L,D", help="Or B,H,L,S,D for S keys.")
+@click.option("-r", "--recipe", required=True, metavar="NAME|FILE.toml")
+@_rules
+@click.option(
+    "--data", default="normal", show_default=True, help="Drawn q, k and v: normal, peaked or outliers."
+)
+@click.option(
+    "--probability", type=float, default=1e-3, show_default=True, help="That a correct kernel passes it."
+)
+def tolerance_(
+    shape: str, recipe: str, data: str, probability: float, causal: bool | None, **rules: str | None
+) -> int:
+    """Say what error a correct kernel shows for a shape and a precision, and the rtol and atol that it comes to."""
+    known, sizes = recipe_of(recipe), _sizes(shape)
+    given = {"causal": str(bool(causal)).lower(), **{k: v for k, v in rules.items() if v is not None}}
+    spec = spec_of(given)
+    from harness.tolerance import tolerance
+
+    found = tolerance(sizes, known, spec, data, probability)
+    click.echo(f"{sizes}, {'causal' if spec.causal else 'full'}, recipe {known.name}, {data} data\n")
+    click.echo(_wrapped("\n".join(_tolerance_lines(found, known, probability))))
+    return 0
+
+
+def _sizes(text: str) -> Shape:
+    parts = text.split(",")
+    if len(parts) not in (4, 5) or not all(p.strip().isdecimal() for p in parts):
+        raise ValueError(f"shape is {text!r}; allowed: B,H,L,D or B,H,L,S,D, such as 1,8,4096,64")
+    b, h, length, *keys, d = (int(p) for p in parts)
+    return Shape(b, h, length, d, kv_len=keys[0] if keys else None)
+
+
+def _tolerance_lines(found: Tolerance, recipe: Recipe, probability: float) -> list[str]:
+    stored, exact, fmt = found.stored, found.exact, recipe.out_format
+    rows = [
+        [
+            what,
+            f"{n.rms:.2g}",
+            f"{n.rel_l2:.2g}",
+            f"{n.largest:.2g}",
+            f"{n.ulps:.3g}",
+            f"{n.rtol:.3g}",
+            _up(n.atol),
+        ]
+        for what, n in (("inputs as stored", stored), ("inputs before", exact))
+    ]
+    headers = ["FP64 attention on", "RMS", "rel_l2", "largest", f"{fmt} ulps", "rtol", "atol"]
+    return [
+        table(headers, rows, wrap=(0,), right=range(1, 7)),
+        "",
+        f"largest, ulps, and rtol with atol: what a correct kernel passes with probability {probability:g}, by one or"
+        f" more of {found.elements:,} elements. ulps are those at the RMS of the row.",
+        f"rtol is the unit roundoff of {fmt}, the most that rounding the output can do. atol is what else the recipe"
+        f" rounds ({_rounds(recipe)}), with {found.slack:g} × the expected size for what kernels differ in.",
+        f"    torch.testing.assert_close(out.double(), truth, rtol={stored.rtol!r}, atol={_up(stored.atol)})",
+        f"What it cannot see: a softmax scale that is off by less than {100 * found.scale_unseen:.2g} % passes. harness.judge"
+        " tests the direction of the error, sees far less, and knows your inputs.",
+    ]
+
+
+def _rounds(recipe: Recipe) -> str:
+    stages = [f"{stage} to {fmt}" for stage, fmt in recipe.at.items() if stage != "out"]
+    return ", ".join([*stages, f"sums in {recipe.base}"])
+
+
+def _up(x: float) -> str:
+    """Two digits, rounded up: a tolerance must not shrink when it is printed."""
+    digits = 1 - math.floor(math.log10(x)) if x > 0 else 0
+    return f"{math.ceil(x * 10.0**digits) / 10.0**digits:.2g}"
