@@ -16,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_POINTS = "attention_harness.implementations"
+LIMIT_VARIABLE = (
+    "HARNESS_KERNEL_LIMIT_S"  # seconds for one call of a user's kernel; worker processes inherit it
+)
 
 
 @dataclass(frozen=True)
@@ -118,12 +121,23 @@ def default_implementations(group: str) -> tuple[str, ...]:
     return tuple(name for name, e in table().items() if e.runs_by_default(group))
 
 
+def is_kernel(name: object) -> bool:
+    """Whether a name is a user's kernel, `path/to/file.py:name` or `package.module:name`, and not of the table."""
+    return isinstance(name, str) and ":" in name
+
+
 def entry(name: str) -> Entry:
-    """Raises ValueError naming the valid ones."""
+    """The entry of a name, or of a user's kernel. Raises ValueError naming the valid ones."""
+    if is_kernel(name):
+        return Entry(
+            name, "harness.kernels.user:open_kernel", False, "a kernel of its user's own", default=False
+        )
     try:
         return table()[name]
     except (KeyError, TypeError):
-        raise ValueError(f"unknown implementation {name!r}; allowed: {', '.join(table())}") from None
+        raise ValueError(
+            f"unknown implementation {name!r}; allowed: {', '.join(table())}, or file.py:function"
+        ) from None
 
 
 def unavailable(e: Entry) -> str:
@@ -143,4 +157,5 @@ def unavailable(e: Entry) -> str:
 
 def get(name: str) -> Any:
     """The implementation itself. Imports its module. Raises ValueError for an unknown name."""
-    return EntryPoint(name, entry(name).target, ENTRY_POINTS).load()
+    found = EntryPoint(name, entry(name).target, ENTRY_POINTS).load()
+    return found(name) if is_kernel(name) else found

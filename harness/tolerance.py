@@ -37,7 +37,8 @@ _STEP = 1e-3  # of the softmax scale
 @dataclass(frozen=True)
 class Normal:
     """What a correct kernel shows. `rms`, `rel_l2`: of the whole tensor. `largest`, `ulps` (of the output's format, at
-    the size of the row: its RMS): what no element passes but with the probability asked for. `rtol`, `atol`: of `assert_close`, that passes with the same probability."""
+    the size of the row: its RMS): what no element passes but with the probability asked for. `rtol`, `atol`: of
+    `assert_close`, that passes with the same probability."""
 
     rms: float
     rel_l2: float

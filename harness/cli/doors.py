@@ -180,8 +180,8 @@ def _tolerance_lines(found: Tolerance, recipe: Recipe, probability: float) -> li
         f"rtol is the unit roundoff of {fmt}, the most that rounding the output can do. atol is what else the recipe"
         f" rounds ({_rounds(recipe)}), with {found.slack:g} × the expected size for what kernels differ in.",
         f"    torch.testing.assert_close(out.double(), truth, rtol={stored.rtol!r}, atol={_up(stored.atol)})",
-        f"What it cannot see: a softmax scale that is off by less than {100 * found.scale_unseen:.2g} % passes. harness.judge"
-        " tests the direction of the error, sees far less, and knows your inputs.",
+        f"What it cannot see: a softmax scale that is off by less than {100 * found.scale_unseen:.2g} % passes."
+        " harness.judge tests the direction of the error, sees far less, and knows your inputs.",
     ]
 
 
