@@ -9,6 +9,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import IO, Any, cast
 
 from torch import Tensor
@@ -77,15 +78,23 @@ class Child:
             raise raised
         return reply
 
-    def close(self) -> None:
-        """End the process. A later call starts another."""
+    def close(self) -> str:
+        """End the process, and give its last words. A later call starts another."""
         process, self._process = self._process, None
+        said, self._said = self._said, None
         if process is not None:
             process.kill()
             process.wait()
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
-                    pipe.close()
+                    with suppress(OSError):  # a request that nobody read
+                        pipe.close()
+        if said is None:
+            return ""
+        with said:
+            said.seek(0, os.SEEK_END)
+            said.seek(max(0, said.tell() - _TOLD))
+            return said.read().decode("utf-8", "replace").strip()
 
     def _start(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 — it lives as long as the process
@@ -125,7 +134,7 @@ class Child:
             return replies[0]
         hung = thread.is_alive()
         code = None if hung else _exit_code(process)
-        self.close()
+        words = self.close()
         thread.join(1)
         self._hangs, self._deaths = (self._hangs + 1, 0) if hung else (0, self._deaths + 1)
         ended = KernelEnded(
@@ -133,15 +142,8 @@ class Child:
             if hung
             else f"it ended its process: {_cause(code)}"
         )
-        ended.add_note(self._last_words())
+        ended.add_note(words)
         raise ended
-
-    def _last_words(self) -> str:
-        if self._said is None:
-            return ""
-        self._said.seek(0, os.SEEK_END)
-        self._said.seek(max(0, self._said.tell() - _TOLD))
-        return self._said.read().decode("utf-8", "replace").strip()
 
 
 def _exit_code(process: subprocess.Popen[bytes]) -> int | None:

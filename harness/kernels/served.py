@@ -80,8 +80,14 @@ def answer(
     """What one call gave: tensors, what is wrong with them, or what was raised."""
     torch.set_num_threads(call["threads"])
     device = torch.device(call["device"])
-    inputs, options = to_kernel({n: x.to(device) for n, x in tensors.items()}, call)
-    before = {n: x.clone() for n, x in (*inputs.items(), *options.items()) if isinstance(x, Tensor)}
+    memory = {n: x.to(device) for n, x in tensors.items()}
+    inputs, options = to_kernel(memory, call)
+    passed = {n: x for n, x in (*inputs.items(), *options.items()) if isinstance(x, Tensor)}
+    watched = {
+        **passed,
+        **(memory if call["layout"] == "bhsd" else {}),
+    }  # gaps between rows are no less the caller's
+    before = {n: x.clone() for n, x in watched.items()}
     try:
         with torch.no_grad():
             given = function(*inputs.values(), **{names[n]: x for n, x in options.items()})
@@ -89,7 +95,7 @@ def answer(
             torch.cuda.synchronize(device)
     except BaseException as error:  # SystemExit too: it is the kernel's own
         return {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}, {}
-    written = [n for n, x in (*inputs.items(), *options.items()) if n in before and not _equal(x, before[n])]
+    written = [n for n, x in watched.items() if not _equal(x, before[n])]
     if written:
         return {"wrong": f"it wrote its inputs: {', '.join(written)} changed during the call"}, {}
     return from_kernel(given, call, device)
