@@ -13,10 +13,10 @@ from collections.abc import Sequence
 import click
 
 from harness.cli.commands import cli
-from harness.cli.doors import judge, tolerance_
+from harness.cli.doors import explain, judge, tolerance_
 from harness.cli.exits import FAILURE, INTERRUPTED, USAGE
 
-for _command in (judge, tolerance_):
+for _command in (judge, tolerance_, explain):
     cli.add_command(_command)
 
 

@@ -1,4 +1,4 @@
-"""Commands for tensors and questions from outside: `judge`, `tolerance`."""
+"""Commands for tensors and questions from outside: `judge`, `tolerance`, `explain`."""
 
 from __future__ import annotations
 
@@ -102,11 +102,18 @@ def judge(
 
 
 def _wrapped(text: str) -> str:
-    lines = (
-        textwrap.wrap(line, WIDTH, subsequent_indent="    ", break_on_hyphens=False)
-        for line in text.splitlines()
-    )
-    return "\n".join(part for parts in lines for part in parts)
+    """Lines within the width, each with the indent it came with."""
+    folded = []
+    for line in text.splitlines():
+        indent = " " * (len(line) - len(line.lstrip(" ")))
+        folded += textwrap.wrap(
+            line.strip(),
+            WIDTH,
+            initial_indent=indent,
+            subsequent_indent=f"{indent}    ",
+            break_on_hyphens=False,
+        )
+    return "\n".join(folded)
 
 
 def _places(found: FileVerdict) -> list[str]:
@@ -145,7 +152,8 @@ def tolerance_(
 
     found = tolerance(sizes, known, spec, data, probability)
     click.echo(f"{sizes}, {'causal' if spec.causal else 'full'}, recipe {known.name}, {data} data\n")
-    click.echo(_wrapped("\n".join(_tolerance_lines(found, known, probability))))
+    for line in _tolerance_lines(found, known, probability):
+        click.echo(line if "\n" in line else _wrapped(line))
     return 0
 
 
@@ -194,3 +202,36 @@ def _up(x: float) -> str:
     """Two digits, rounded up: a tolerance must not shrink when it is printed."""
     digits = 1 - math.floor(math.log10(x)) if x > 0 else 0
     return f"{math.ceil(x * 10.0**digits) / 10.0**digits:.2g}"
+
+
+@click.command(short_help="Tell the story of one record.")
+@click.argument("cell")
+@click.option("--records", "path", type=FILE, default=Path("reports/latest/records.jsonl"), show_default=True)
+def explain(cell: str, path: Path) -> int:
+    """Open one record and tell its story: truths, stages, ledger, places, and what to do next.
+
+    CELL is "CASE, IMPLEMENTATION, RECIPE, SEED", or as a report prints it with dots; parts may be globs, and later ones
+    may be left out: then the worst record is told.
+    """
+    from harness.records import read_records
+    from harness.report.story import find, name, story
+
+    if not path.exists():
+        raise ValueError(f"{path} does not exist; give --records, or make one with `python -m harness run`")
+    records = read_records(path)
+    found = find(records, cell)
+    if not found:
+        close = sorted(
+            {r.case for r in records if cell.partition(",")[0].strip().partition("/")[0] in r.case}
+        )
+        known = ", ".join((close or sorted({r.case for r in records}))[:SHOWN])
+        raise ValueError(
+            f"no record of {path} is {cell!r}; there are {len(records)}, of cases such as {known}"
+        )
+    click.echo(name(found[0]))
+    for heading, lines in story(found[0]):
+        click.echo(f"\n== {heading} ==\n{_wrapped(chr(10).join(lines))}")
+    if len(found) > 1:
+        more = "\n".join(f"{name(r)}: {r.status.value}" for r in found[1 : SHOWN + 1])
+        click.echo(f"\n{len(found) - 1} other records match, such as\n{_wrapped(more)}")
+    return 0
