@@ -1,6 +1,7 @@
 """Implementations by name: a table to read, joined by the entry points of installed packages.
 
-An entry is `"module:object"`; nothing is imported until `get()`. The object has `run(q, k, v, spec, *, recipe, …) ->
+An entry is `"module:object"`; nothing is imported until `get()`. The object is a function f(q, k, v, *, causal, scale,
+…), which then runs in a process of its own (`harness.kernels.user`), or has `run(q, k, v, spec, *, recipe, …) ->
 Result`, `run_stored(stored, spec, recipe, …, watch) -> Result`, which the pipeline calls, and `refusals(spec, shape,
 recipe, …) -> tuple[str, ...]` (see `harness.attention.Algorithm`).
 """
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_POINTS = "attention_harness.implementations"
+OWN = "harness.kernels.user:open_kernel"  # what makes an implementation of a user's function
 LIMIT_VARIABLE = (
     "HARNESS_KERNEL_LIMIT_S"  # seconds for one call of a user's kernel; worker processes inherit it
 )
@@ -157,5 +159,12 @@ def unavailable(e: Entry) -> str:
 
 def get(name: str) -> Any:
     """The implementation itself. Imports its module. Raises ValueError for an unknown name."""
-    found = EntryPoint(name, entry(name).target, ENTRY_POINTS).load()
-    return found(name) if is_kernel(name) else found
+    target = entry(name).target
+    found = EntryPoint(name, target, ENTRY_POINTS).load()
+    if is_kernel(name):
+        return found(name)
+    if hasattr(found, "run_stored"):
+        return found
+    return EntryPoint(name, OWN, ENTRY_POINTS).load()(
+        target
+    )  # a package's plain function, as a kernel by its place

@@ -55,7 +55,8 @@ def test_the_story_names_stage_place_fault_and_command(
     )
     said = capsys.readouterr().out
     for part in (
-        "implementation: FAIL\n  classes differ from the stored truth: 448 NaN", "likeliest fault: overflow in scores_raw",
+        "implementation: FAIL\n  classes differ from the stored truth: 448 NaN",
+        "likeliest fault: overflow in scores_raw",
         "scores_raw in fp16:", "    subtract the row max", "probs in fp16:", "against the exact truth", "log-sum-exp: ",
         "python -m harness run --cases magnitude --only magnitude/raw-80000 -i naive_masked -r fp16_eager --seeds 1",
     ):  # fmt: skip

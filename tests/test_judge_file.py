@@ -7,6 +7,8 @@ import math
 import pickle
 import random
 import re
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from harness.options import cu_seqlens
 from harness.records import Status
 
 Tensors = dict[str, torch.Tensor]
+ROOT = Path(__file__).resolve().parent.parent
 MALFORMED = 200
 FP8 = {"e4m3fn": (torch.float8_e4m3fn, "fp8_e4m3"), "e4m3fnuz": (torch.float8_e4m3fnuz, "fp8_e4m3fnuz")}
 
@@ -410,3 +413,41 @@ def test_nan_and_infinity_in_the_tensors_are_data(tmp_path: Path, capsys: pytest
     save_file(right, tmp_path / "x.safetensors")
     assert call("judge", tmp_path / "x.safetensors") == 1
     assert "classes differ" in capsys.readouterr().out
+
+
+# --- the recipes of docs/doors.md --------------------------------------------------------------------------------
+
+
+def _recipe(language: str, has: str) -> str:
+    blocks = re.findall(
+        rf"```{language}\n(.*?)```", (ROOT / "docs/doors.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    (found,) = [b for b in blocks if has in b]
+    return str(found)
+
+
+def test_the_documented_torch_dump_is_judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    x = drawn()
+    own = {
+        **x,
+        "my_attention": lambda q, k, v: attended({"q": q, "k": k, "v": v}, AttentionSpec(causal=True))["out"],
+    }
+    exec(_recipe("python", "my_attention"), own)
+    assert call("judge", "dump.safetensors") == 0
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ here")
+def test_the_documented_cpp_dump_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = "".join(f", {n}_bytes = data.size() * 2" for n in ("k", "v", "out"))
+    head = "#include <cstdint>\n#include <fstream>\n#include <string>\n#include <vector>\nint main() {\n"
+    head += "std::vector<uint16_t> data(8 * 512 * 64, 0x3f80); const void *q = data.data(), *k = q, *v = q, *out = q;\n"
+    head += f"uint64_t q_bytes = data.size() * 2{sizes};\n"
+    Path("dump.cpp").write_text(head + _recipe("cpp", "ofstream") + "}\n")
+    subprocess.run(["g++", "-std=c++17", "-Wall", "-Werror", "dump.cpp", "-o", "dump"], check=True)
+    subprocess.run(["./dump"], check=True)
+    dump = read_dump(Path("dump.safetensors"))
+    assert (dump.out.dtype, tuple(dump.out.shape), dump.recipe) == (torch.bfloat16, (1, 8, 512, 64), "bf16")
+    assert dump.spec == AttentionSpec(causal=True)
+    assert bool((dump.q == 1).all())
