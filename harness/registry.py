@@ -101,6 +101,15 @@ _BUILT_IN = (
         "scaled_mm", "harness.kernels.scaled_mm:SCALED_MM", False,
         "FP8 products by torch._scaled_mm, softmax in FP32 between them", default=False,
     ),
+    *(
+        Entry(name, f"harness.kernels.libraries:{name.upper()}", False, summary, default=False, needs="cuda")
+        for name, summary in (
+            ("flash_attn_2", "flash-attn, flash_attn_func"), ("flash_attn_3", "flash-attn for Hopper, FP8 too"),
+            ("flash_attn_4", "flash-attn in CuTe DSL, with sinks"), ("flashinfer", "FlashInfer, single prefill"),
+            ("sage_attention", "SageAttention: Q and K in INT8"), ("xformers", "xformers, memory_efficient_attention"),
+            ("transformer_engine", "TransformerEngine, DotProductAttention"),
+        )
+    ),
 )  # fmt: skip
 
 

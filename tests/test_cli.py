@@ -107,7 +107,7 @@ def plugin(tmp_path: Path) -> Path:
 
 
 MISTAKES = [
-    (["frobnicate"], "frobnicate", "capture, certify, gate, list, report, run"),
+    (["frobnicate"], "frobnicate", "capture, certify, explain, gate, judge, list, report, run, tolerance"),
     (["list", "kernels"], "kernels", "'implementations', 'recipes', 'cases'"),
     (["run", "--cases", "nope"], "nope", "all, decode"),
     (["run", "--cases", "missing.py"], "missing.py", "path.py"),
