@@ -31,10 +31,10 @@ _OFF = {"minus": -1, "none": None}
 @dataclass(frozen=True)
 class Library(BlackBox):
     """One function of a library. `layout`: `bhsd`, `bshd`, or `lhd`, a call for each sequence. `names`: option of the
-    harness → keyword of the library. `fixed`: keywords always passed. `unlimited`: what an open side of a window
-    is, `minus` −1 or `none` None; `left`: it takes the left side alone, and needs causality. `bottom_right` and
-    `top_left`: how causality of unequal lengths may be aligned. `lse_unit`: what its lse is multiplied by. `many_heads`:
-    whether it takes more query heads than kv heads. `build`: makes the function from the module and the call."""
+    harness → keyword of the library. `fixed`: keywords always passed. `unlimited`: what an open side of a window is,
+    `minus` −1 or `none` None; `left`: it takes the left side alone, and needs causality. `bottom_right`, `top_left`:
+    how causality of unequal lengths may be aligned. `lse_unit`: what its lse is multiplied by. `many_heads`: whether it
+    takes more query heads than kv heads. `build`: makes the function from the module and the call."""
 
     module: str = ""
     function: str = ""
