@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from harness.quantize import Stored
 from harness.recipe import Recipe
 from harness.records import Hazard, Relation, Status
 from harness.relations import relations
-from harness.result import Refusal
+from harness.result import Breach, Refusal
 from harness.spec import Shape
 from harness.truth import Truth
 
@@ -56,9 +57,12 @@ def attempt(
             return Outcome(Status.FAIL, wrong, run_ms=run_ms)
         related: tuple[Relation, ...] = ()
         if case.relations and seed == 0:  # what one draw shows, the others repeat
-            related = relations(name, result.out, stored, spec, recipe, extras, shape)
+            with suppress(Refusal):  # of a part of the case, which has run
+                related = relations(name, result.out, stored, spec, recipe, extras, shape)
     except Refusal as refusal:
         return Outcome(Status.REFUSED, (str(refusal),))
+    except Breach as breach:
+        return Outcome(Status.FAIL, (str(breach),))
     except Exception as error:
         return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
     foreseen = predict(truth, recipe, getattr(implementation, "subtracts_max", True))

@@ -34,7 +34,7 @@ from harness.verdict import Bench, Verdict
 
 _LOUD = (HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION)
 ONE_BIT = 2.0  # a recipe that errs by more than this × its floor has lost a bit to its scales
-_NO_EXACT = "the exact inputs were not given; pass exact=(q, k, v), or quantize=True"
+NO_EXACT = "the exact inputs were not given; pass exact=(q, k, v), or quantize=True"
 
 
 @dataclass(frozen=True)
@@ -395,7 +395,7 @@ class Docket:
     ) -> tuple[Status, tuple[str, ...], float]:
         """The recipe's status on these inputs, why, and its floor (see `Judgement`)."""
         if self.exact_truth is None:
-            return Status.INCONCLUSIVE, (_NO_EXACT,), math.nan
+            return Status.INCONCLUSIVE, (NO_EXACT,), math.nan
         reasons = [reason for h in self.hazards() if (reason := ruinous(h, self.recipe))]
         error, floor = self.floor(form)
         if floor > 0 and error > ONE_BIT * floor:

@@ -35,9 +35,9 @@ def coarse(fmt: FloatFormat, score: float) -> bool:
 
 
 def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
-    """Where rounding leaves the finite range: past the midpoint, or on it where its tie goes to infinity."""
+    """Where rounding leaves the finite range: past the midpoint, or on it where its tie does not go to max."""
     limit = fmt.overflow_threshold
-    return magnitude >= limit if fmt.infinities else magnitude > limit
+    return magnitude > limit if fmt.nan_at_top else magnitude >= limit
 
 
 @dataclass

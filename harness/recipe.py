@@ -206,6 +206,15 @@ _FP8 = Recipe(
     p_scale=256.0,  # 2^8: exact, and P = 1 stays below 448 (FlashAttention-3, section 3.3)
 )
 
+# AMD's E4M3 of CDNA 3, max 240: P×128 stays in range.
+_FNUZ = replace(
+    _FP8,
+    name="fp8_e4m3fnuz",
+    storage=_stored("fp8_e4m3fnuz"),
+    at={"probs": "fp8_e4m3fnuz", "out": "bf16"},
+    p_scale=128.0,
+)
+
 # FlashAttention-3's scales (section 3.3), which are known as soon as a tile of rows is.
 _FP8_BLOCK = replace(_FP8, name="fp8_e4m3_block", scaling=dict.fromkeys(TENSORS, Scaling("block")))
 # Hopper's FP8 tensor core keeps 13 fractional bits of a sum (MMA-Sim, 2511.10909); DeepSeek-V3 (2412.19437, section
@@ -243,6 +252,7 @@ RECIPES: dict[str, Recipe] = {
         _FP8_BLOCK,
         replace(_FP8_BLOCK, name="fp8_e4m3_hadamard", rotate="hadamard"),
         replace(_FP8, name="mxfp8", scaling=dict.fromkeys(TENSORS, _MX)),
+        _FNUZ,
         _HOPPER,
         replace(_HOPPER, name="fp8_e4m3_promoted", accumulator=Accumulator(promote=128)),
     )
@@ -293,9 +303,9 @@ def recipes() -> tuple[str, ...]:
 
 def _by_default(r: Recipe) -> bool:
     """Whether a run without --recipes takes it. fp64 is the truth's own format, a check of the harness; finer scales,
-    rotations and limited accumulators are variants of fp8_e4m3 that a question about FP8 names."""
+    rotations, limited accumulators and AMD's E4M3 are variants of fp8_e4m3 that a question about FP8 names."""
     coarse = all(s.granularity in ("tensor", "head") for s in r.scaling.values())
-    return r.base == "fp32" and coarse and r.rotate is None and r.accumulator is None
+    return r.base == "fp32" and coarse and r.rotate is None and r.accumulator is None and r is not _FNUZ
 
 
 DEFAULT_RECIPES = tuple(name for name, r in RECIPES.items() if _by_default(r))

@@ -1,6 +1,7 @@
 """Implementations by name: a table to read, joined by the entry points of installed packages.
 
-An entry is `"module:object"`; nothing is imported until `get()`. The object has `run(q, k, v, spec, *, recipe, …) ->
+An entry is `"module:object"`; nothing is imported until `get()`. The object is a function f(q, k, v, *, causal, scale,
+…), which then runs in a process of its own (`harness.kernels.user`), or has `run(q, k, v, spec, *, recipe, …) ->
 Result`, `run_stored(stored, spec, recipe, …, watch) -> Result`, which the pipeline calls, and `refusals(spec, shape,
 recipe, …) -> tuple[str, ...]` (see `harness.attention.Algorithm`).
 """
@@ -16,6 +17,10 @@ from pathlib import Path
 from typing import Any
 
 ENTRY_POINTS = "attention_harness.implementations"
+OWN = "harness.kernels.user:open_kernel"  # what makes an implementation of a user's function
+LIMIT_VARIABLE = (
+    "HARNESS_KERNEL_LIMIT_S"  # seconds for one call of a user's kernel; worker processes inherit it
+)
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,15 @@ _BUILT_IN = (
         "scaled_mm", "harness.kernels.scaled_mm:SCALED_MM", False,
         "FP8 products by torch._scaled_mm, softmax in FP32 between them", default=False,
     ),
+    *(
+        Entry(name, f"harness.kernels.libraries:{name.upper()}", False, summary, default=False, needs="cuda")
+        for name, summary in (
+            ("flash_attn_2", "flash-attn, flash_attn_func"), ("flash_attn_3", "flash-attn for Hopper, FP8 too"),
+            ("flash_attn_4", "flash-attn in CuTe DSL, with sinks"), ("flashinfer", "FlashInfer, single prefill"),
+            ("sage_attention", "SageAttention: Q and K in INT8"), ("xformers", "xformers, memory_efficient_attention"),
+            ("transformer_engine", "TransformerEngine, DotProductAttention"),
+        )
+    ),
 )  # fmt: skip
 
 
@@ -118,12 +132,23 @@ def default_implementations(group: str) -> tuple[str, ...]:
     return tuple(name for name, e in table().items() if e.runs_by_default(group))
 
 
+def is_kernel(name: object) -> bool:
+    """Whether a name is a user's kernel, `path/to/file.py:name` or `package.module:name`, and not of the table."""
+    return isinstance(name, str) and ":" in name
+
+
 def entry(name: str) -> Entry:
-    """Raises ValueError naming the valid ones."""
+    """The entry of a name, or of a user's kernel. Raises ValueError naming the valid ones."""
+    if is_kernel(name):
+        return Entry(
+            name, "harness.kernels.user:open_kernel", False, "a kernel of its user's own", default=False
+        )
     try:
         return table()[name]
     except (KeyError, TypeError):
-        raise ValueError(f"unknown implementation {name!r}; allowed: {', '.join(table())}") from None
+        raise ValueError(
+            f"unknown implementation {name!r}; allowed: {', '.join(table())}, or file.py:function"
+        ) from None
 
 
 def unavailable(e: Entry) -> str:
@@ -143,4 +168,12 @@ def unavailable(e: Entry) -> str:
 
 def get(name: str) -> Any:
     """The implementation itself. Imports its module. Raises ValueError for an unknown name."""
-    return EntryPoint(name, entry(name).target, ENTRY_POINTS).load()
+    target = entry(name).target
+    found = EntryPoint(name, target, ENTRY_POINTS).load()
+    if is_kernel(name):
+        return found(name)
+    if hasattr(found, "run_stored"):
+        return found
+    return EntryPoint(name, OWN, ENTRY_POINTS).load()(
+        target
+    )  # a package's plain function, as a kernel by its place

@@ -23,3 +23,8 @@ class Result:
 
 class Refusal(ValueError):
     """A call that cannot be done, where only its tensors could tell: their device, layout or values."""
+
+
+class Breach(RuntimeError):
+    """What a kernel did that is wrong before any of its numbers is looked at: it wrote its inputs, or returned
+    something of another type, shape or place than it should."""

@@ -7,8 +7,11 @@ assert_attention_close(my_attention(q, k, v), q, k, v, spec=AttentionSpec(causal
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from harness.judging import Judgement, judge
@@ -16,7 +19,7 @@ from harness.recipe import Recipe, get_recipe
 from harness.records import Status
 from harness.spec import AttentionSpec
 
-__all__ = ["assert_attention_close"]
+__all__ = ["assert_attention_close", "check_judgement"]
 
 
 def assert_attention_close(
@@ -32,10 +35,24 @@ def assert_attention_close(
     (these inputs cannot tell right from wrong) unless that is allowed; ValueError as `judge` does.
     """
     judgement = judge(out, q, k, v, spec=spec, recipe=recipe, **options)
+    check_judgement(judgement, recipe, allow_inconclusive, _again())
+    return judgement
+
+
+def check_judgement(
+    judgement: Judgement, recipe: str | Recipe, allow_inconclusive: bool = False, again: Sequence[str] = ()
+) -> None:
+    """Raise AssertionError with the whole story unless the status is allowed. `again`: commands that repeat it."""
     allowed = (Status.PASS, Status.INCONCLUSIVE) if allow_inconclusive else (Status.PASS,)
     if judgement.status not in allowed:
-        raise AssertionError(_story(judgement, get_recipe(recipe)))
-    return judgement
+        lines = [_story(judgement, get_recipe(recipe)), f"torch was seeded with {torch.initial_seed()}"]
+        raise AssertionError("\n".join([*lines, *(f"to repeat: {command}" for command in again)]))
+
+
+def _again() -> tuple[str, ...]:
+    """The test that is running, where pytest tells."""
+    test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
+    return (f"pytest '{test}'",) if test else ()
 
 
 def _story(j: Judgement, recipe: Recipe) -> str:

@@ -52,6 +52,8 @@ PUBLISHED = {
     "fp16": Published(65504.0, 6.103515625e-05, 5.960464477539063e-08, -14, 15, 2.0**-11, 2, "inf"),
     "fp8_e4m3": Published(448.0, 2.0**-6, 2.0**-9, -6, 8, 2.0**-4, 1, "saturate"),
     "fp8_e5m2": Published(57344.0, 2.0**-14, 2.0**-16, -14, 15, 2.0**-3, 1, "inf"),
+    # 2206.02915, section 2 (bias 8): 240 = 1.875·2^7; CDNA 3 manual: 0x80 is the one NaN
+    "fp8_e4m3fnuz": Published(240.0, 2.0**-7, 2.0**-10, -7, 7, 2.0**-4, 1, "saturate"),
 }
 DTYPES = {
     "fp64": np.float64,
@@ -60,11 +62,12 @@ DTYPES = {
     "fp16": np.float16,
     "fp8_e4m3": ml_dtypes.float8_e4m3fn,
     "fp8_e5m2": ml_dtypes.float8_e5m2,
+    "fp8_e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
 }
 NAMES = list(FORMATS)
 
 
-def test_the_table_holds_the_seven_formats_under_their_own_names() -> None:
+def test_the_table_holds_the_eight_formats_under_their_own_names() -> None:
     assert list(PUBLISHED) == NAMES
     assert all(name == fmt.name for name, fmt in FORMATS.items())
 
@@ -94,6 +97,7 @@ def test_derived_properties_equal_those_of_ml_dtypes(name: str) -> None:
     [
         ("fp8_e4m3", 464.0),
         ("fp8_e5m2", 61440.0),
+        ("fp8_e4m3fnuz", 248.0),
         ("fp16", 65520.0),
         ("bf16", float.fromhex("0x1.ffp127")),
         ("tf32", float.fromhex("0x1.ffep127")),
@@ -110,10 +114,10 @@ def test_sign_exponent_and_fraction_fill_the_storage(name: str) -> None:
     fmt = FORMATS[name]
     padding = 13 if name == "tf32" else 0  # TF32 lives in 32 bits
     assert 1 + fmt.exponent_bits + fmt.precision - 1 + padding == fmt.storage_bits
-    assert fmt.bias == 2 ** (fmt.exponent_bits - 1) - 1
+    assert fmt.bias == 2 ** (fmt.exponent_bits - 1) - (1 if fmt.signed_zero else 0)
 
 
-@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2"])
+@pytest.mark.parametrize("name", ["bf16", "fp16", "fp8_e4m3", "fp8_e5m2", "fp8_e4m3fnuz"])
 def test_codes_hold_an_infinity_exactly_where_the_format_says_so(name: str) -> None:
     bits = FORMATS[name].storage_bits
     with np.errstate(invalid="ignore"):  # signalling NaNs are among the codes
@@ -130,6 +134,12 @@ def test_e4m3_has_two_nan_codes_and_a_single_negative_zero() -> None:
     assert values[0x80] == 0.0
     assert math.copysign(1.0, values[0x80]) == -1.0
     assert FP8_E4M3.max != 240.0
+
+
+def test_e4m3fnuz_has_one_nan_code_in_the_place_of_negative_zero() -> None:
+    values = np.arange(256, dtype=np.uint8).view(DTYPES["fp8_e4m3fnuz"]).astype(np.float64)
+    assert np.flatnonzero(np.isnan(values)).tolist() == [0x80]
+    assert values[0x7F] == FORMATS["fp8_e4m3fnuz"].max == 240.0
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -149,8 +159,8 @@ def test_an_unknown_format_is_refused_with_the_valid_names(unknown: object) -> N
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("policy", [None, *OVERFLOW_POLICIES])
 def test_every_policy_is_accepted_except_inf_without_an_infinity(name: str, policy: str | None) -> None:
-    if name == "fp8_e4m3" and policy == "inf":
-        with pytest.raises(ValueError, match=r"fp8_e4m3 has no infinity; allowed .*: saturate, nan"):
+    if name.startswith("fp8_e4m3") and policy == "inf":
+        with pytest.raises(ValueError, match=rf"{name} has no infinity; allowed .*: saturate, nan"):
             FORMATS[name].check_overflow(policy)
     else:
         assert FORMATS[name].check_overflow(policy) == (policy or PUBLISHED[name].default_overflow)

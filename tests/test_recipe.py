@@ -37,6 +37,10 @@ DEFINITIONS: dict[str, tuple[Any, ...]] = {
     "fp8_e4m3_block": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
     "fp8_e4m3_hadamard": (*FP8, dict.fromkeys(TENSORS, Scaling("block", rows=128)), 256.0, "late"),
     "mxfp8": (*FP8, dict.fromkeys(TENSORS, Scaling("mx", "amax", True)), 256.0, "late"),
+    "fp8_e4m3fnuz": (
+        "fp32", ("fp8_e4m3fnuz",) * 3, {"probs": "fp8_e4m3fnuz", "out": "bf16"}, dict.fromkeys(TENSORS, HEAD_AMAX),
+        128.0, "late",
+    ),
     "fp8_e4m3_hopper": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
     "fp8_e4m3_promoted": (*FP8, dict.fromkeys(TENSORS, HEAD_AMAX), 256.0, "late"),
 }  # fmt: skip

@@ -10,16 +10,20 @@ from harness import __version__
 from harness.cli.exits import USAGE
 
 WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
-COST, OTHERS = "harness.cli.costing", "harness.cli.commands"
+MODULES = {
+    "cost": "harness.cli.costing",
+    **dict.fromkeys(("explain", "judge", "tolerance"), "harness.cli.doors"),
+}
+OTHERS = "harness.cli.commands"
 
 
 class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        import_module(COST if cmd_name == "cost" else OTHERS)
+        import_module(MODULES.get(cmd_name, OTHERS))
         return super().get_command(ctx, cmd_name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        for module in (COST, OTHERS):
+        for module in (OTHERS, *dict.fromkeys(MODULES.values())):
             import_module(module)
         return super().list_commands(ctx)
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from harness import registry
 from harness.cli.exits import RunFailed
 from harness.cli.progress import progress
 from harness.cli.selection import Selection
@@ -29,6 +30,9 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
         from harness.pipeline import plan
 
     use_device(chosen.device)
+    for name in filter(registry.is_kernel, chosen.implementations or ()):
+        takes = registry.get(name).takes  # raises for a kernel that cannot be loaded, before anything runs
+        click.echo(f"{name} takes {', '.join(takes) or 'no options'}", err=True)
     recipes = chosen.recipes if chosen.named else None
     units = plan(chosen.cases, chosen.implementations, recipes, chosen.device, chosen.seeds)
     records: list[Record] = []

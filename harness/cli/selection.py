@@ -17,6 +17,7 @@ from harness.case import Case, load_cases
 from harness.recipe import DEFAULT_RECIPES, Recipe, get_recipe, load_recipe
 
 SEEDS = 3
+KERNEL_RECIPES = ("fp32", "bf16", "fp16", "fp8_e4m3")  # a kernel is taken for a fused one; others are named
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -36,6 +37,12 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     _many("--cases", metavar="NAME|FILE.py", help="Case files.  [default: all]"),
     _many("--only", metavar="GLOB", help="Case ids of these files, such as 'magnitude/raw-*'."),
     _many("-i", "--implementations", "--implementation", metavar="NAME", help="[default: all]"),
+    _many(
+        "-k", "--kernel", "kernels", metavar="FILE.py:NAME",
+        help="Your own function, instead of the built-in ones; also package.module:NAME.",
+    ),
+    click.option("--layout", type=click.Choice(["bhsd", "bshd", "thd"]), help="How --kernel takes q, k and v."),
+    click.option("--time-limit", type=click.FloatRange(0.1), metavar="S", help="For a call of --kernel.  [60]"),
     _many("-r", "--recipes", "--recipe", metavar="NAME|FILE.toml", help="[default: all but fp64]"),
     click.option(
         "--seeds", type=click.IntRange(1), default=SEEDS, show_default=True, metavar="N",
@@ -95,21 +102,44 @@ class Selection:
 
 def select(
     cases: tuple[str, ...], only: tuple[str, ...], implementations: tuple[str, ...], recipes: tuple[str, ...],
-    seeds: int, device: str, jobs: int | None,
+    seeds: int, device: str, jobs: int | None, kernels: tuple[str, ...] = (), layout: str | None = None,
+    time_limit: float | None = None,
 ) -> Selection:  # fmt: skip
-    """The selection that these options make. torch is not loaded: what it alone can tell is checked later.
+    """The selection that these options make. torch is not loaded: what it alone can tell is checked later. The time
+    limit is for kernels' processes, which inherit it.
 
     Raises ValueError naming what was given and what is allowed.
     """
-    names = tuple(dict.fromkeys(implementations)) or None
+    names = tuple(dict.fromkeys((*implementations, *_kernels(kernels, layout)))) or None
+    if time_limit is not None:
+        os.environ[registry.LIMIT_VARIABLE] = str(time_limit)
     for name in names or ():
         registry.entry(name)
-    chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or DEFAULT_RECIPES))
+    own = bool(names) and all(map(registry.is_kernel, names or ()))
+    chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or (KERNEL_RECIPES if own else DEFAULT_RECIPES)))
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"unknown device {device!r}; allowed: cpu, cuda or cuda:N")
     if jobs is None:
         jobs = _cores() if device == "cpu" else 1
-    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs, bool(recipes))
+    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs, bool(recipes) or own)
+
+
+def _kernels(kernels: tuple[str, ...], layout: str | None) -> tuple[str, ...]:
+    """Kernels as names of implementations."""
+    for name in kernels:
+        place, _, function = name.partition("@")[0].rpartition(":")
+        if not place or not function:
+            raise ValueError(
+                f"kernel is {name!r}; allowed: path/to/file.py:function or package.module:function"
+            )
+        if place.endswith(".py") and not Path(place).is_file():
+            raise ValueError(f"{place} does not exist; give the path of the file that {function} is in")
+    if layout is None:
+        return kernels
+    if not kernels:
+        raise ValueError(f"--layout {layout} was given without --kernel, which it is for")
+    bare = (name.partition("@")[0] for name in kernels)
+    return tuple(name if layout == "bhsd" else f"{name}@{layout}" for name in bare)
 
 
 def _cases(cases: tuple[str, ...], only: tuple[str, ...]) -> tuple[Case, ...]:
