@@ -224,6 +224,8 @@ class Bench:
             doubts.append(f"{rows} independent rows to judge by; at least {FEWEST_ROWS} are needed")
         if not self.call.truth.out.numel():
             doubts.append("the output has no elements")
+        elif not self.size:
+            doubts.append("the truth is 0 everywhere, as an output that was never written may be")
         if self.unjudged:
             doubts.append(
                 f"{self.unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"

@@ -347,3 +347,10 @@ def test_sparse_output_and_scales_of_text_are_refused_in_one_line() -> None:
         with pytest.raises(ValueError, match="allowed") as caught:
             harness.judge(**{"out": X, "q": X, "k": X, "v": X, **wrong})
         assert "\n" not in str(caught.value)
+
+
+def test_zeros_where_everything_is_zero_are_inconclusive() -> None:
+    zero = torch.zeros(1, 8, 16, 8)
+    j = harness.judge(zero, zero, zero, zero, recipe="bf16")
+    assert j.status is Status.INCONCLUSIVE
+    assert "the truth is 0 everywhere" in str(j)
