@@ -52,7 +52,7 @@ def expectations(
     `scales` those of q, k and v as the arithmetic applies them. Raises ValueError as `reference` does.
     """
     shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
-    named = [(get_recipe(r), f) for r, f in pairs]
+    named = [(recipe, f.under(recipe, shape.S)) for recipe, f in ((get_recipe(r), f) for r, f in pairs)]
     wide = any(r.base == "fp64" for r, _ in named) or not squares_fit_fp32(v)
     dtype = torch.float64 if wide else torch.float32
     split = (shape.batch * shape.Hkv, shape.group, shape.q_len)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from harness.error_model.problem import CHUNK
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
 
@@ -42,6 +43,11 @@ class Form:
             return max(keys, 1), 1
         size = self.size if self.arrangement == "stream" else -(-keys // self.size)
         return size, -(-keys // size)
+
+    def under(self, recipe: Recipe, keys: int) -> Form:
+        """What matters of it: rows alone show only where the base's own sums are the error, over more than a chunk."""
+        plain = keys <= CHUNK or rounded(recipe, "out") is not None
+        return replace(self, alone=0) if self.alone and plain else self
 
     def normalises_early(self, recipe: Recipe) -> bool:
         return recipe.normalise == "early" and self.arrangement != "stream"
