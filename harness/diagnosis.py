@@ -32,7 +32,7 @@ from harness.significance import threshold
 from harness.suspects import Setting, Suspect, Trial
 
 EXPLAINS = 0.5  # of what can be explained of the error, below which a fault does not explain it
-TIE = 0.01
+TIE, SAME = 0.01, 1e-6
 NARROWER = 1.5  # how much more a fault in some places must explain than one everywhere
 RIVALS = 4
 SIGMAS = 6  # of a sum of squares, that chance does not reach
@@ -160,12 +160,14 @@ def _ranked(found: list[_Found], tau: float) -> list[_Found]:
             best[f.suspect.name] = f
     ranked = sorted(best.values(), key=lambda f: -f.gain)
     order = {name: i for i, name in enumerate(best)}
-    return sorted(
-        ranked,
-        key=lambda f: (
-            (0, f.suspect.fitted, order[f.suspect.name]) if _equal(ranked[0], f, tau) else (1, 0.0, 0)
-        ),
-    )
+
+    def place(f: _Found) -> tuple[float, ...]:
+        if not _equal(ranked[0], f, tau):
+            return (1,)  # by gain, as they are
+        same = f.gain >= (1 - SAME) * ranked[0].gain  # one fault under two names
+        return (0, f.suspect.fitted, 0, order[f.suspect.name]) if same else (0, f.suspect.fitted, 1, -f.gain)
+
+    return sorted(ranked, key=place)
 
 
 def _in_scope(s: Suspect, scope: str, part: Part, tau: float) -> _Found | None:

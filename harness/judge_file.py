@@ -15,7 +15,7 @@ from torch import Tensor
 from harness.cost import kv_bytes_per_token
 from harness.dump import Dump
 from harness.error_model import BLACK_BOX
-from harness.judging import NO_EXACT, Docket, Judgement
+from harness.judging import NO_EXACT, Docket, Judgement, check_budget
 from harness.machine import machine
 from harness.operands import check
 from harness.places import Place, by_head, by_position
@@ -51,6 +51,7 @@ def judge_dump(
     tensors = (dump.q, dump.k, dump.v)
     stored = store(tensors, recipe, dump.scales, quantize)
     exact = tensors if quantize else dump.exact
+    check_budget(budget, exact is not None)
     start = time.perf_counter()
     docket = Docket(stored, dump.spec, extras, recipe, exact)
     truth_ms = 1e3 * (time.perf_counter() - start)

@@ -100,11 +100,7 @@ def judge(
         _check_output("lse", lse, shape.tensor("out")[:3], q.device)
     if not isinstance(form, Form):
         raise ValueError(f"form is {form!r}; allowed: a harness.error_model.Form")
-    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
-    if budget is not None and not (number and math.isfinite(budget) and budget > 0):
-        raise ValueError(
-            f"budget is {budget!r}; allowed: a finite number > 0, the rel_l2 against the exact truth"
-        )
+    check_budget(budget, exact is not None or quantize)
     stored = _stored((q, k, v), recipe, scales, quantize)
     if exact is None and quantize:
         exact = (q, k, v)
@@ -113,6 +109,19 @@ def judge(
     docket = Docket(stored, spec, extras, recipe, exact)
     (verdict,) = docket.verdicts([out], [form])
     return docket.judgement(out, verdict, lse, form, docket.hazards(), budget)
+
+
+def check_budget(budget: float | None, exact: bool) -> None:
+    """Raises ValueError for a budget that is no finite number > 0, and for one without exact inputs to hold to it."""
+    if budget is None:
+        return
+    number = isinstance(budget, (int, float)) and not isinstance(budget, bool)
+    if not (number and math.isfinite(budget) and budget > 0):
+        raise ValueError(
+            f"budget is {budget!r}; allowed: a finite number > 0, the rel_l2 against the exact truth"
+        )
+    if not exact:
+        raise ValueError(f"budget is {budget!r}, but {NO_EXACT}")
 
 
 def _promised(e: Expectation) -> Expectation:
@@ -349,7 +358,8 @@ class Docket:
             return Diagnosis(f"{first.kind.value} in {first.stage}", str(first), 1.0, 0.0, share)
         if (ranged := self._without_max(wrong)) is not None:
             return ranged
-        return Diagnosis(NOTHING, "no stage of the recipe leaves its format on these inputs", 0.0, 0.0, 0.0)
+        what = "NaN or infinities that the recipe does not explain: none of its stages leaves its format here"
+        return Diagnosis(NOTHING, what, 0.0, 0.0, 0.0)
 
     def _lse_errors(self, lse: Tensor) -> Errors:
         for known, errors in self._lse:

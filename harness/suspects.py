@@ -167,10 +167,10 @@ class Trial:
         for name in self.along.names:
             yield self.direction(name)
         yield from self._far_scale()
+        yield from self._one_key()
         for name, what, g in self.setting.wrongs():
             yield self.discrete(name, what, g)
         yield from self._leak()
-        yield from self._one_key()
 
     def direction(self, name: str) -> Suspect:
         i = self.along.names.index(name)

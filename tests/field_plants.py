@@ -277,8 +277,7 @@ PLANTS = (
     Planted("f32-d40", "the scale comes from 64", kernel(scale=math.sqrt(40 / 64)), ("scale",)),
     Planted("f32-d40-in-64", "the scale comes from the padded width", kernel(scale=math.sqrt(40 / 64)), ("scale",)),
     Planted("f33-e24", "the scale comes from V's width", kernel(scale=math.sqrt(32 / 24)), ("scale",)),
-    Planted("f33-e64", "the scale comes from V's width", kernel(scale=math.sqrt(32 / 64)), ("scale",),
-            misnamed="a factor of 0.707 is nearer to a suspect, ln 2, than to its own direction, which is linear"),
+    Planted("f33-e64", "the scale comes from V's width", kernel(scale=math.sqrt(32 / 64)), ("scale",)),
     Planted("f33-e64", "columns beyond 32 are not written", after(lambda o, c: _cut_at(32)(o))),
     *(
         Planted(f"f34-d{d}", f"{n} columns of q and k are read", kernel(k=_cut_at(n)), ("head_dim cut",))
@@ -286,8 +285,10 @@ PLANTS = (
     ),
     Planted("f35-n137", "the tail is lost", kernel(seen=lambda s: torch.cat([s[..., :128], ~s[..., 128:]], -1)),
             ("tail of 64 lost", "last block of 16 lost")),
-    Planted("f35-n12", "the tail is filled with zeros and not masked", given(_padded), ("shrink",)),
-    Planted("f35-n9", "the tail is filled with zeros and not masked", given(_padded), ("shrink",)),
+    Planted("f35-n12", "the tail is filled with zeros and not masked", given(_padded),
+            ("padding to 16 in the sum", "padding to 64 in the sum", "shrink")),
+    Planted("f35-n9", "the tail is filled with zeros and not masked", given(_padded),
+            ("padding to 16 in the sum", "padding to 64 in the sum", "shrink")),
     Planted("f37-no-width", "an early return gives zeros", after(lambda o, c: torch.zeros_like(o)), ("all zeros",)),
     Planted("f41-last-keys", "key j is read at j mod 65536", kernel(k=_wrapped, v=_wrapped), precise=False),
     Planted("f43-empty-splits", "−∞ − (−∞) where all parts are empty", split("−∞ − (−∞)"), ("empty rows",)),

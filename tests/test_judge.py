@@ -354,3 +354,23 @@ def test_zeros_where_everything_is_zero_are_inconclusive() -> None:
     j = harness.judge(zero, zero, zero, zero, recipe="bf16")
     assert j.status is Status.INCONCLUSIVE
     assert "the truth is 0 everywhere" in str(j)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("low", [-1e4, -1e9, float(torch.finfo(torch.float32).min)])
+def test_a_mask_of_large_negative_numbers_is_judged_like_one_of_infinities(recipe: str, low: float) -> None:
+    hidden = torch.ones(48, 48).triu(1).bool()
+    c = made((1, 4, 48, 16), recipe)
+    bias = torch.zeros(1, 1, 48, 48).masked_fill(hidden, low)
+    q, k, v = c.exact
+    given = {"recipe": recipe, "quantize": True, "bias": bias}
+    out = harness.get("online_softmax").run(q, k, v, block=16, **given).out
+    assert harness.judge(out, q, k, v, **given).status is Status.PASS
+    noise = torch.randn(out.shape, generator=torch.Generator().manual_seed(0))
+    assert harness.judge(noise, q, k, v, **given).status is Status.FAIL
+
+
+def test_a_budget_without_exact_inputs_is_refused() -> None:
+    x = torch.zeros(1, 1, 4, 4)
+    with pytest.raises(ValueError, match=r"budget is 0\.1, but the exact inputs were not given"):
+        harness.judge(x, x, x, x, budget=0.1)

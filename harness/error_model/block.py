@@ -69,6 +69,8 @@ class Block:
         self.sink_e = torch.zeros_like(self.m) if self.sink is None else torch.exp(self.sink)
         self.l = e.sum(-1, keepdim=True) + self.sink_e
         self.p = e.div_(self.l.masked_fill(self.l == 0, 1.0))
+        if self.bias is not None:  # of a weightless key, −1e9 say, it errs by much and matters to nobody
+            self.bias = torch.where(self.p > 0, self.bias, 0.0)
         self.l.masked_fill_(self.empty, 1.0)
         self.lse = self.m + self.l.log()
 
