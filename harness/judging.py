@@ -22,7 +22,7 @@ from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form, exp
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
 from harness.operands import Extras, check
-from harness.quantize import Stored, admit, quantize
+from harness.quantize import Stored, quantize, store
 from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
 from harness.sample import choose
@@ -101,7 +101,7 @@ def judge(
     if not isinstance(form, Form):
         raise ValueError(f"form is {form!r}; allowed: a harness.error_model.Form")
     check_budget(budget, exact is not None or quantize)
-    stored = _stored((q, k, v), recipe, scales, quantize)
+    stored = store((q, k, v), recipe, scales, quantize)
     if exact is None and quantize:
         exact = (q, k, v)
     if exact is not None:
@@ -129,19 +129,6 @@ def _promised(e: Expectation) -> Expectation:
     order, and no error there can be called large."""
     boundless = torch.isinf(e.ceiling)
     return replace(e, variance=e.variance.masked_fill(boundless, math.inf)) if bool(boundless.any()) else e
-
-
-def _stored(
-    tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any, round_first: bool
-) -> tuple[Stored, Stored, Stored]:
-    scales = (None, None, None) if scales is None else scales
-    if not isinstance(scales, (tuple, list)) or len(scales) != 3:
-        raise ValueError(
-            f"scales is {type(scales).__name__}; allowed: three, for q, k and v, each a tensor, a number or None"
-        )
-    take = quantize if round_first else admit
-    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
-    return q, k, v
 
 
 def _check_output(name: str, x: Any, size: tuple[int, ...], device: torch.device) -> None:
