@@ -321,20 +321,21 @@ def pooled_rms(values: Iterable[float]) -> float:
 
 def to_json(record: Record) -> str:
     """One line, without a newline. Lone surrogates, which UTF-8 and strict JSON lack, become text such as `\\ud800`."""
-    return json.dumps(_plain(record), allow_nan=False, separators=(",", ":"))
+    return json.dumps(plain(record), allow_nan=False, separators=(",", ":"))
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """What JSON can hold: enums by value, dataclasses as objects, non-finite numbers as strings."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
-        return {f.name: _plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, str):
         return value if value.isascii() else value.encode("utf-8", "backslashreplace").decode("utf-8")
     if isinstance(value, dict):
-        return {_plain(k): _plain(v) for k, v in value.items()}
+        return {plain(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
