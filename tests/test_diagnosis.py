@@ -207,3 +207,53 @@ def test_a_scale_far_off_is_named_with_its_size() -> None:
     d = call.judge(Kernel(scale=0.6)(call)).diagnosis
     assert d.fault == "scale"
     assert d.size == pytest.approx(math.log(0.6), rel=1e-3)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("rows reversed", lambda out: out.flip(2)),
+        ("channel halves swapped", lambda out: out.roll(out.shape[3] // 2, 3)),
+        ("channel pairs swapped", lambda out: out.unflatten(3, (-1, 2)).flip(4).flatten(3)),
+    ],
+    ids=["rows", "halves", "pairs"],
+)
+def test_output_that_is_out_of_order_is_named(
+    name: str, wrong: Callable[[torch.Tensor], torch.Tensor], recipe: str
+) -> None:
+    call = made((1, 2, 64, 32), recipe)
+    j = call.judge(wrong(Kernel()(call)))
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == name, str(j)
+
+
+@pytest.mark.parametrize(
+    ("name", "order"),
+    [("sinks reversed", [3, 2, 1, 0]), ("sink of another head", [1, 2, 3, 0])],
+    ids=["reversed", "next"],
+)
+def test_sinks_of_other_heads_are_named(name: str, order: list[int]) -> None:
+    sinks = torch.tensor([3.0, 4.0, 5.5, 7.0])
+    call = made((1, 4, 64, 32), "bf16", extras={"sinks": sinks})
+    j = call.judge(Kernel()(replace(call, extras={"sinks": sinks[order]})))
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == name, str(j)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_softmax_off_by_one_is_named(recipe: str) -> None:
+    call = made((1, 4, 64, 32), recipe)
+    j = call.judge(Kernel()(replace(call, extras={"sinks": torch.zeros(4)})))
+    assert j.diagnosis is not None
+    assert "off-by-one softmax" in (j.diagnosis.fault, *j.diagnosis.rivals), str(j)
+
+
+def test_denominator_without_the_keys_of_a_last_part_block_is_named() -> None:
+    call = made((1, 4, 64, 32), "bf16", kv_len=101)
+    q, k, _ = (x.values for x in call.stored)
+    p = torch.softmax(q @ k.mT * 32**-0.5, -1)
+    out = Kernel()(call) / (1 - p[..., 64:].sum(-1, keepdim=True))
+    j = call.judge(out.float().bfloat16())
+    assert j.diagnosis is not None
+    assert j.diagnosis.fault == "tail of 64 missing in l", str(j)

@@ -41,6 +41,7 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
     if o.shape[2] > 1:
         yield "next row", "each row has the next one's output", lambda: o.roll(-1, 2)
         yield "previous row", "each row has the previous one's output", lambda: o.roll(1, 2)
+        yield "rows reversed", "the rows are in reverse order", lambda: o.flip(2)
         for size in BLOCKS:
             if size < o.shape[2]:
                 what = f"rows of the second {size} have the outputs of the first"
@@ -49,6 +50,11 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
         yield "last channel zero", "the last channel is not written", lambda: _without_last(o)
         for by in (1, -1):
             yield "channels rotated", "channels are one off", partial(o.roll, by, 3)
+        if o.shape[3] % 2 == 0:
+            what = "the two halves of the channels are exchanged"
+            yield "channel halves swapped", what, partial(o.roll, o.shape[3] // 2, 3)
+            what = "neighbouring channels are exchanged, as where pairs are rotated in halves"
+            yield "channel pairs swapped", what, lambda: _pairs_swapped(o)
     if k.shape[2] > 1:
         late = {n: torch.cat([t[:, :, 1:2], t[:, :, 1:]], 2) for n, t in (("k", k), ("v", v))}
         what = "the oldest key is overwritten by the next"
@@ -71,6 +77,10 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
 def _repeated_rows(o: Tensor, size: int) -> Tensor:
     rest = o[:, :, size : 2 * size].shape[2]
     return torch.cat([o[:, :, :size], o[:, :, :rest], o[:, :, size + rest :]], 2)
+
+
+def _pairs_swapped(o: Tensor) -> Tensor:
+    return o.reshape(*o.shape[:3], o.shape[3] // 2, 2).flip(4).reshape(o.shape)
 
 
 def _without_last(o: Tensor) -> Tensor:
@@ -115,6 +125,8 @@ def blocks(x: Subject) -> Iterator[Fault]:
         if rest:
             what = f"the last {rest} keys, no whole block of {size}, are lost"
             yield f"tail of {size} lost", what, partial(_lost, x, slice(n - rest, n))
+            what = f"the last {rest} keys, no whole block of {size}, count in P·V and not in l"
+            yield f"tail of {size} missing in l", what, partial(_not_summed, x, slice(n - rest, n))
         yield from _misplaced(x, size, last)
 
 
@@ -159,6 +171,13 @@ def _exchanged(x: Subject, at: int, size: int, both: bool) -> Tensor:
 
 def _lost(x: Subject, keys: slice) -> Tensor:
     return x.over(without(x, keys))
+
+
+def _not_summed(x: Subject, keys: slice) -> Tensor:
+    """The sum over keys as it should be, the denominator without some; a row of these keys alone is left as it is."""
+    s, _ = weights(x)
+    lost = softmax(x, s)[..., keys].sum(-1, keepdim=True)
+    return torch.where(lost < 1, x.truth.out / (1 - lost).clamp(min=1e-300), x.truth.out)
 
 
 def without(x: Subject, keys: slice) -> Tensor:

@@ -183,8 +183,17 @@ def options(x: Subject) -> Iterator[Fault]:
         if len(sinks) > 1:
             what = "all heads take the sink of head 0"
             yield "sink of head 0", what, lambda: x.run(sinks=sinks[:1].expand_as(sinks).clone())
+            what = "the heads' sinks are in reverse order"
+            yield "sinks reversed", what, lambda: x.run(sinks=sinks.flip(0))
+            yield (
+                "sink of another head",
+                "each head takes the next one's sink",
+                lambda: x.run(sinks=sinks.roll(-1)),
+            )
         what = "the sink is a key of value 1 and not 0"
         yield "sink with a value", what, partial(_valued_sink, x)
+    what = "the denominator holds one exp(0) too many, as softmax off by one does"
+    yield "off-by-one softmax", what, partial(_one_more, x)
 
 
 def _capped(x: Subject, cap: Callable[[Tensor, float], Tensor]) -> Tensor:
@@ -196,6 +205,11 @@ def _shifted(x: Subject, by: int) -> Tensor:
     mask = x.extras.mask
     assert mask is not None
     return x.run(mask=mask.roll(by, 3))
+
+
+def _one_more(x: Subject) -> Tensor:
+    lse = torch.where(torch.isfinite(x.truth.lse), x.truth.lse, 0.0)[..., None]
+    return x.truth.out * torch.sigmoid(lse)
 
 
 def _valued_sink(x: Subject) -> Tensor:
