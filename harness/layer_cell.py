@@ -16,7 +16,6 @@ from harness.attempt import Outcome
 from harness.attention.invariance import invariance
 from harness.attention.layer import Layer, LayerResult
 from harness.attention.layer_decode import decode, decoding_refusals
-from harness.capture import MissingExtra
 from harness.compare import compare
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
@@ -29,6 +28,7 @@ from harness.layer_judging import blame, judge_layer
 from harness.layer_store import StoredLayer, Weights, layer_recipe, store_layer, unstored
 from harness.layer_truth import LayerTruth, layer_reference
 from harness.machine import machine
+from harness.optional import MissingExtra
 from harness.recipe import Recipe
 from harness.records import Record, Relation, Status
 from harness.spec import LayerSpec, Shape

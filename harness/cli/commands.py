@@ -170,8 +170,8 @@ def capture(layers: str, tokens: int, text: Path | None, out: Path) -> int:
     except ValueError:
         raise ValueError(f"layers is {layers!r}; allowed: numbers with commas, such as 0,7,15") from None
     source = (text or cases_folder() / "data" / "text.txt").read_text(encoding="utf-8")
-    from harness.capture import MissingExtra
     from harness.capture import capture as take
+    from harness.optional import MissingExtra
 
     try:
         take(source, numbers, tokens, out)
