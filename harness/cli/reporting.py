@@ -29,7 +29,11 @@ def report_records(records: list[Record], out: Path, shown: bool = True, source:
     made = write_report(records, reviewed, out)
     if shown:
         click.echo(to_text(made))
-    click.echo(f"written: {out / 'report.md'}, cells.csv, cases.csv, hazards.csv")
+    beside = made.tradeoff
+    plot = f", {beside.figure}" if beside is not None and beside.figure else ""
+    click.echo(f"written: {out / 'report.md'}, cells.csv, cases.csv, hazards.csv{plot}")
+    if beside is not None and beside.note:
+        click.echo(f"no plot beside the tables: {beside.note}")
     if not reviewed.ok:
         return FAILURE
     ran = any(r.status not in (Status.REFUSED, Status.INCONCLUSIVE) for r in records)

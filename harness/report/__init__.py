@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 from harness.deviations import Review
 from harness.files import write_atomically
+from harness.optional import MissingExtra
 from harness.records import Record
 from harness.report.csv_files import cases_csv, cells_csv, hazards_csv
 from harness.report.markdown import to_markdown
@@ -18,6 +20,9 @@ from harness.report.model import Report
 from harness.report.tables import latest, summary
 from harness.report.text import to_text
 from harness.report.throughput import Timing, read_timings, timings_markdown, timings_text
+from harness.report.tradeoff import tradeoff_figure
+
+FIGURE = "tradeoff.svg"
 
 __all__ = [
     "Report",
@@ -37,13 +42,29 @@ __all__ = [
 
 
 def write_report(records: Iterable[Record], review: Review, folder: Path) -> Report:
-    """Write report.md, cells.csv, cases.csv and hazards.csv into `folder`, each whole or not at all. Returns what was
-    rendered."""
+    """Write report.md, cells.csv, cases.csv, hazards.csv and, where recipes can be compared and matplotlib is there,
+    tradeoff.svg into `folder`, each whole or not at all. Returns what was rendered."""
     records = list(records)
-    report = summary(records, review)
+    report = _with_figure(summary(records, review), folder / FIGURE)
     records = latest(records)
     write_atomically(folder / "report.md", to_markdown(report))
     write_atomically(folder / "cells.csv", cells_csv(records, review))
     write_atomically(folder / "cases.csv", cases_csv(records))
     write_atomically(folder / "hazards.csv", hazards_csv(records))
     return report
+
+
+def _with_figure(report: Report, path: Path) -> Report:
+    """The report, which says where its plot is or why there is none. A plot of an earlier report goes."""
+    figure, note = None, ""
+    try:
+        figure = tradeoff_figure(report.tradeoff)
+    except MissingExtra as error:
+        note = str(error)
+    if figure is None:
+        path.unlink(missing_ok=True)
+    else:
+        write_atomically(path, figure)
+    if report.tradeoff is None:
+        return report
+    return replace(report, tradeoff=replace(report.tradeoff, figure=path.name if figure else "", note=note))

@@ -104,6 +104,7 @@ def to_markdown(report: Report) -> str:
         _failures,
         _problems,
         _groups,
+        _tradeoff,
         _worst,
         _costly,
         _unseen,
@@ -183,6 +184,19 @@ def _grid(group: GroupTable) -> str:
         for j, name in enumerate(group.recipes)
     ]
     return table(["", *map(escape, group.implementations), *words.COST_HEADERS], rows)
+
+
+def _tradeoff(report: Report) -> str:
+    t = report.tradeoff
+    if t is None:
+        return ""
+    rows = [[*map(escape, words.tradeoff(row, t))] for row in t.rows]
+    shown = table(words.TRADEOFF_HEADERS, rows, right=(1, 2, 3, 4))
+    parts = ["## Accuracy beside cost", escape(words.tradeoff_told(t)), shown]
+    parts.append(
+        f"![error against KV bytes and decode time, by recipe]({t.figure})" if t.figure else escape(t.note)
+    )
+    return "\n\n".join(part for part in parts if part)
 
 
 def _worst(report: Report) -> str:

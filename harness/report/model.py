@@ -150,6 +150,31 @@ class GroupTable:
 
 
 @dataclass(frozen=True)
+class TradeoffRow:
+    """One recipe: its error against the exact truth, bytes of K and V a token, seconds of a modelled decode step; NaN
+    where it is not known how it stores."""
+
+    recipe: str
+    total: Pooled
+    kv_bytes: float
+    decode_s: float
+
+
+@dataclass(frozen=True)
+class Tradeoff:
+    """Accuracy over the `cases` of a group beside the cost of the model that is `stated`. `yardstick`: bytes of K and V
+    a token in BF16. `figure`: the plot's file beside the report; `note`: why there is none."""
+
+    group: str
+    cases: int
+    stated: str
+    yardstick: float
+    rows: tuple[TradeoffRow, ...]
+    figure: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class WorstRow:
     """One (case, implementation, recipe). `margins` are those of the seed with the largest error ÷ expected, None where
     nothing was judged; `slope` and `bias_ulp` those of largest magnitude."""
@@ -286,6 +311,7 @@ class Report:
     failures: tuple[Failure, ...]
     problems: tuple[str, ...]
     groups: tuple[GroupTable, ...]
+    tradeoff: Tradeoff | None
     worst: tuple[WorstRow, ...]
     costly: tuple[CostlyRow, ...]
     own_losses: tuple[OwnLoss, ...]

@@ -40,6 +40,7 @@ from harness.report.precision import (
     unseen,
 )
 from harness.report.related import lying_masks, relation_rows
+from harness.report.tradeoff import tradeoff
 
 WORST = 15
 # Those that spoil numbers; the other kinds warn of what might.
@@ -70,7 +71,8 @@ def summary(records: Iterable[Record], review: Review) -> Report:
         headline=_headline(records, known, counts(precise), len(given) - len(records)),
         failures=_failures(_current(review.unexpected, records), by_key),
         problems=problems(review),
-        groups=_groups(records, known, precise),
+        groups=(groups := _groups(records, known, precise)),
+        tradeoff=tradeoff(groups, records),
         worst=_worst(by_key, known),
         costly=costly(precise),
         own_losses=own_losses(precise),

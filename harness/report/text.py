@@ -36,6 +36,7 @@ def to_text(report: Report) -> str:
         _failures,
         _problems,
         _groups,
+        _tradeoff,
         _worst,
         _costly,
         _unseen,
@@ -169,6 +170,16 @@ def _grid(group: GroupTable) -> list[str]:
         rows = [[name, *(x for j in block for x in columns[j][i])] for i, name in enumerate(names)]
         out.append(table(["", *(x for j in block for x in heads[j])], rows, wrap=()))
     return "\n\n".join(out).split("\n")
+
+
+def _tradeoff(report: Report) -> list[str]:
+    t = report.tradeoff
+    if t is None:
+        return []
+    rows = [words.tradeoff(row, t) for row in t.rows]
+    title = _title("Accuracy beside cost")
+    shown = table(words.TRADEOFF_HEADERS, rows, wrap=(0,), right=(1, 2, 3, 4))
+    return [title, *_paragraph(words.tradeoff_told(t)), "", shown]
 
 
 def _worst(report: Report) -> list[str]:

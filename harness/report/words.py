@@ -7,6 +7,7 @@ import math
 import shlex
 from collections.abc import Sequence
 
+from harness.cost.units import show_bytes, show_time
 from harness.records import Machine, Status
 from harness.report.model import (
     KNOWN,
@@ -23,6 +24,8 @@ from harness.report.model import (
     OwnLoss,
     Pooled,
     RelationRow,
+    Tradeoff,
+    TradeoffRow,
     Unseen,
     WorstRow,
 )
@@ -61,6 +64,7 @@ LIES_TOLD = (
     "Rows whose bias hides by large finite numbers and leaves nothing else, once it is added to the scores in that"
     " format. Keys shown by masks and −∞, keys not hidden by such a number, keys that weigh anything."
 )
+TRADEOFF_HEADERS = ("recipe", "total", "KV bytes a token", "÷ bf16", "decode step")
 UNSEEN_TOLD = (
     "The smallest shrink of the output and change of the softmax scale, relative, that each case could have shown; the"
     " largest of these in a group, and where. Smaller faults pass unseen there."
@@ -260,6 +264,27 @@ def short_reasons(row: CostlyRow, limit: int) -> str:
     """At most so many, without figures and places."""
     more = f" (+ {len(row.reasons) - limit})" if len(row.reasons) > limit else ""
     return "; ".join(clean(short_reason(r)) for r in row.reasons[:limit]) + more
+
+
+def tradeoff_told(content: Tradeoff) -> str:
+    """What the costs are of, and that they are modelled."""
+    return (
+        f"total: rel_l2 against the exact truth, over {many(content.cases, 'case')} of {clean(content.group)}. KV"
+        f" bytes, scales included, and the decode step are modelled, not measured: {content.stated}, every byte moved"
+        " once (`python -m harness cost` takes other models). –: a recipe that is not built in."
+    )
+
+
+def tradeoff(row: TradeoffRow, content: Tradeoff) -> list[str]:
+    """What stands under TRADEOFF_HEADERS."""
+    costs = [NONE] * 3
+    if not math.isnan(row.kv_bytes):
+        costs = [
+            show_bytes(row.kv_bytes),
+            f"{row.kv_bytes / content.yardstick:.3f}",
+            show_time(row.decode_s),
+        ]
+    return [clean(row.recipe), pooled(row.total), *costs]
 
 
 def own_loss(row: OwnLoss) -> str:
