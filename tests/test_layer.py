@@ -15,6 +15,7 @@ import pytest
 import torch
 from test_capture import TEXT, tiny
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import harness
 from harness import AttentionSpec, Case, Draw, LayerSpec, Shape, Status, registry
@@ -22,8 +23,10 @@ from harness import capture as capture_room
 from harness.attention.algorithm import Result
 from harness.attention.layer import Layer, LayerResult
 from harness.attention.layer_decode import Decoding, decode
-from harness.capture import MissingExtra, layer_weights
+from harness.capture import layer_weights
 from harness.case import load_cases
+from harness.cost import attention_flops
+from harness.cost.formulas import projections, score_products
 from harness.error_model import WHOLE, form_of
 from harness.error_model.layer import LayerExpectation, layer_expectations
 from harness.formats import get_format
@@ -33,6 +36,7 @@ from harness.layer_inputs import make_layer
 from harness.layer_judging import blame, judge_layer
 from harness.layer_store import StoredLayer, Weights, layer_recipe, operand_recipe, store_layer, unstored
 from harness.layer_truth import LayerTruth, layer_reference, project
+from harness.optional import MissingExtra
 from harness.recipe import LAYER_STAGES, Recipe, get_recipe
 from harness.records import HazardKind
 from harness.significance import ratio_limit
@@ -202,6 +206,36 @@ def test_flops_of_the_projections_are_those_of_the_notes() -> None:
     made = made_once(case(LayerSpec(d), Shape(b, n, t, h, kv_heads=k), AttentionSpec()), "bf16")
     gemms = 2 * (2 * b * t * d * n * h) + 2 * (2 * b * t * d * k * h)  # W_Q and W_O, W_K and W_V
     assert made.train().flops == gemms + 2 * (2 * b * t * t * n * h)  # q·k and P·V
+
+
+@pytest.mark.parametrize("attention", ["naive_masked", "lower_triangle"])
+@pytest.mark.parametrize("recipe", FOUR)
+def test_flops_of_the_layer_are_those_that_torch_counts_and_that_cost_foretells(
+    recipe: str, attention: str
+) -> None:
+    """Weights and inputs are stored before: what torch sees is the layer's products alone."""
+    made, shape = made_once(case(), recipe), SHAPE
+    with FlopCounterMode(display=False) as counter:
+        result = made.train(attention)
+    assert result.flops == counter.get_total_flops()
+    b, t = shape.batch, shape.q_len
+    around = projections(b, t, LAYER.width, shape.heads, shape.Hkv, shape.head_dim).values()
+    whole = score_products(b, t, t, shape.heads, shape.head_dim).values()
+    rest = result.flops - sum(p.flops for p in around)
+    if attention == "naive_masked":
+        assert rest == sum(p.flops for p in whole)
+    else:  # tiles on the diagonal are computed whole
+        assert attention_flops(shape, CAUSAL) <= rest <= sum(p.flops for p in whole)
+
+
+def test_flops_of_decoding_are_those_that_torch_counts_and_that_cost_foretells() -> None:
+    """Each step takes one token, and attends over those that it has: the causal half, with the diagonal."""
+    made, steps = made_once(case(), "bf16"), SHAPE.q_len
+    with FlopCounterMode(display=False) as counter:
+        result = decode(made.around("naive_masked"), made.stored, steps)
+    around = projections(1, SHAPE.q_len, LAYER.width, SHAPE.heads, SHAPE.Hkv, SHAPE.head_dim).values()
+    assert result.flops == counter.get_total_flops()
+    assert result.flops == sum(p.flops for p in around) + attention_flops(SHAPE, CAUSAL)
 
 
 # --- the error model -------------------------------------------------------------------------------------------------

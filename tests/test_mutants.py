@@ -157,6 +157,7 @@ SAMPLE = [
     ("P scale of 224 undone as 256", "online", "full", "fp8_e4m3"),
     ("no rescale", "online", "full", "fp8_e4m3"),
     ("next key leaks", "triangle", "causal", "bf16"),
+    ("mask multiplied onto the scores", "naive", "causal", "bf16"),
     ("last slot of a page", "decode", "causal", "bf16"),
     ("last part lost", "split", "causal", "bf16"),
     ("lse not merged", "split", "causal", "bf16"),
