@@ -1,7 +1,7 @@
 """Library adapters against fakes with the libraries' own signatures, which compute what their arguments mean.
 
-The signatures are those of flash-attn 2.8, its Hopper and CuTe interfaces, FlashInfer 0.2 and later, SageAttention 2,
-TransformerEngine 2 and xformers 0.0.30, written down by hand: a fake that is asked for anything else raises.
+The signatures are those that `harness/kernels/libraries.py` cites, written down by hand: a fake that is asked for
+anything else raises.
 """
 
 from __future__ import annotations
@@ -51,11 +51,44 @@ def flash_2(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
     window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     spec = AttentionSpec(
         causal, scale=softmax_scale, softcap=softcap or None, window=_window(window_size, -1, causal)
     )
-    return _tokens_first(q, k, v, spec)[0].to(q.dtype)
+    out, lse = _tokens_first(q, k, v, spec)
+    return (out.to(q.dtype), lse.float(), None) if return_attn_probs else out.to(q.dtype)
+
+
+def flash_2_cached(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None, rotary_cos: Any = None,
+    rotary_sin: Any = None, cache_seqlens: int | Tensor | None = None, cache_batch_idx: Any = None,
+    cache_leftpad: Any = None, block_table: Any = None, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, rotary_interleaved: bool = True,
+    alibi_slopes: Any = None, num_splits: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    assert isinstance(cache_seqlens, Tensor)
+    assert cache_seqlens.dtype == torch.int32
+    window = _window(window_size, -1, causal)
+    spec = AttentionSpec(causal, scale=softmax_scale, softcap=softcap or None, window=window)
+    out, lse = _tokens_first(q, k_cache, v_cache, spec, kv_lens=cache_seqlens)
+    return (out.to(q.dtype), lse.float()) if return_softmax_lse else out.to(q.dtype)
+
+
+def flash_3_cached(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Any = None, v: Any = None, qv: Any = None, rotary_cos: Any = None,
+    rotary_sin: Any = None, cache_seqlens: int | Tensor | None = None, cache_batch_idx: Any = None,
+    cache_leftpad: Any = None, page_table: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k_new: Any = None,
+    max_seqlen_q: Any = None, rotary_seqlens: Any = None, q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None, v_descale: Tensor | None = None, softmax_scale: float | None = None,
+    causal: bool = False, window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0,
+    rotary_interleaved: bool = True, scheduler_metadata: Any = None, num_splits: int = 0, pack_gqa: Any = None,
+    sm_margin: int = 0, return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    assert q_descale is k_descale is v_descale is None
+    return flash_2_cached(
+        q, k_cache, v_cache, cache_seqlens=cache_seqlens, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, softcap=softcap, return_softmax_lse=return_softmax_lse,
+    )  # fmt: skip
 
 
 def flash_3(
@@ -63,7 +96,7 @@ def flash_3(
     q_descale: Tensor | None = None, k_descale: Tensor | None = None, v_descale: Tensor | None = None,
     window_size: tuple[int, int] = (-1, -1), attention_chunk: int = 0, softcap: float = 0.0, num_splits: int = 1,
     pack_gqa: bool | None = None, deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False,
-) -> Tensor:  # fmt: skip
+) -> Any:  # fmt: skip
     dtype = torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
     wide = []
     for x, scale in ((q, q_descale), (k, k_descale), (v, v_descale)):
@@ -77,21 +110,43 @@ def flash_3(
     spec = AttentionSpec(
         causal, scale=softmax_scale, softcap=softcap or None, window=_window(window_size, -1, causal)
     )
-    return _tokens_first(*wide, spec)[0].to(dtype)
+    out, lse = _tokens_first(*wide, spec)
+    return (out.to(dtype), lse.float()) if return_attn_probs else out.to(dtype)
 
 
 def flash_4(
     q: Tensor, k: Tensor, v: Tensor, qv: Any = None, gather_kv_indices: Any = None, softmax_scale: float | None = None,
     causal: bool = False, window_size: tuple[int | None, int | None] = (None, None),
     learnable_sink: Tensor | None = None, softcap: float = 0.0, num_splits: int = 1, pack_gqa: bool | None = None,
-    deterministic: bool = False, score_mod: Any = None, mask_mod: Any = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    deterministic: bool = False, score_mod: Any = None, score_mod_bwd: Any = None, mask_mod: Any = None,
+    aux_tensors: Any = None, aux_scalars: Any = None, block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None, return_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16
     spec = AttentionSpec(
         causal, scale=softmax_scale, softcap=softcap or None, window=_window(window_size, None, causal)
     )
     out, lse = _tokens_first(q, k, v, spec, sinks=learnable_sink)
-    return out.to(q.dtype), lse.float()
+    return out.to(q.dtype), lse.float() if return_lse else None
+
+
+def flash_4_varlen(
+    q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None,
+    max_seqlen_q: Any = None, max_seqlen_k: Any = None, min_seqlen_k: Any = None, seqused_q: Any = None,
+    seqused_k: Tensor | None = None, gather_kv_indices: Any = None, page_table: Any = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None), learnable_sink: Tensor | None = None,
+    softcap: float = 0.0, num_splits: int = 1, pack_gqa: Any = None, deterministic: bool = False, score_mod: Any = None,
+    score_mod_bwd: Any = None, mask_mod: Any = None, block_sparse_tensors: Any = None, aux_tensors: Any = None,
+    aux_scalars: Any = None, return_lse: bool = False, scheduler_metadata: Any = None,
+    seqlen_k_per_split: Any = None, disable_scheduler_metadata: bool = False,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    assert seqused_k is not None
+    assert seqused_k.dtype == torch.int32
+    window = _window(window_size, None, causal)
+    spec = AttentionSpec(causal, scale=softmax_scale, softcap=softcap or None, window=window)
+    out, lse = _tokens_first(q, k, v, spec, sinks=learnable_sink, kv_lens=seqused_k)
+    return out.to(q.dtype), lse.float() if return_lse else None
 
 
 def flashinfer(
@@ -110,10 +165,11 @@ def flashinfer(
 
 def sage(
     q: Tensor, k: Tensor, v: Tensor, tensor_layout: str = "HND", is_causal: bool = False, sm_scale: float | None = None,
-    return_lse: bool = False,
-) -> Tensor:  # fmt: skip
-    assert tensor_layout == "HND"
-    return truth(q, k, v, AttentionSpec(is_causal, scale=sm_scale))[0].to(q.dtype)
+    return_lse: bool = False, **kwargs: Any,
+) -> Any:  # fmt: skip
+    assert (tensor_layout, kwargs) == ("HND", {})
+    out, lse = truth(q, k, v, AttentionSpec(is_causal, scale=sm_scale))
+    return (out.to(q.dtype), lse.float()) if return_lse else out.to(q.dtype)
 
 
 class LowerTriangularMask:
@@ -139,8 +195,12 @@ def xformers(
 class DotProductAttention:
     def __init__(
         self, num_attention_heads: int, kv_channels: int, num_gqa_groups: int | None = None,
-        attention_dropout: float = 0.1, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
-        softmax_scale: float | None = None,
+        attention_dropout: float = 0.0, qkv_format: str = "sbhd", attn_mask_type: str = "causal",
+        window_size: Any = None, bottom_right_diagonal: bool | None = None, sequence_parallel: bool = False,
+        tp_size: int = 1, get_rng_state_tracker: Any = None, tp_group: Any = None, layer_number: int | None = None,
+        attention_type: str = "self", cp_group: Any = None, cp_global_ranks: Any = None, cp_stream: Any = None,
+        cp_comm_type: str = "p2p", softmax_scale: float | None = None, softmax_type: str = "vanilla",
+        return_max_logit: bool | None = False, name: str | None = None,
     ) -> None:  # fmt: skip
         assert (attention_dropout, qkv_format) == (0.0, "bshd")
         self.heads, self.groups, self.kind, self.scale = (
@@ -168,9 +228,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         found.__spec__ = types.SimpleNamespace(name=name)  # type: ignore[assignment]
         monkeypatch.setitem(sys.modules, name, found)
 
-    module("flash_attn", flash_attn_func=flash_2)
-    module("flash_attn_interface", flash_attn_func=flash_3)
-    module("flash_attn.cute", flash_attn_func=flash_4)
+    module("flash_attn", flash_attn_func=flash_2, flash_attn_with_kvcache=flash_2_cached)
+    module("flash_attn_interface", flash_attn_func=flash_3, flash_attn_with_kvcache=flash_3_cached)
+    module("flash_attn.cute", flash_attn_func=flash_4, flash_attn_varlen_func=flash_4_varlen)
     module("flashinfer", single_prefill_with_kv_cache=flashinfer)
     module("sageattention", sageattn=sage)
     module("transformer_engine")
@@ -203,6 +263,8 @@ CALLS: dict[str, tuple[AttentionSpec, tuple[int, int, int, int], dict[str, Any]]
     "window": (AttentionSpec(window=(7, 3)), (2, 2, 24, 24), {}),
     "half window": (AttentionSpec(window=(None, 3)), (2, 2, 24, 24), {}),
     "softcap": (AttentionSpec(softcap=2.0), (2, 2, 24, 24), {}),
+    "lengths": (AttentionSpec(True), (4, 2, 3, 24), {"kv_lens": torch.tensor([17, 24])}),
+    "lengths in a window": (AttentionSpec(True, window=(7, 0)), (2, 2, 3, 24), {"kv_lens": torch.tensor([17, 24])}),
     "sinks": (AttentionSpec(), (2, 2, 24, 24), {"sinks": torch.tensor([1.0, -2.0])}),
     "mask": (AttentionSpec(), (2, 2, 24, 24), {"mask": torch.rand(24, 24, generator=G) < 0.7}),
     "bias": (AttentionSpec(True), (2, 2, 24, 24), {"bias": torch.randn(2, 24, 24, generator=G).bfloat16()}),
@@ -218,6 +280,8 @@ TAKES = {
         "window",
         "half window",
         "softcap",
+        "lengths",
+        "lengths in a window",
     },
     "flashinfer": {"full", "causal", "scale", "GQA", "bottom-right", "sliding window", "softcap"},
     "sage_attention": {"full", "causal", "scale", "GQA"},
@@ -256,6 +320,7 @@ def test_an_option_reaches_the_library_in_its_own_convention_or_is_refused(name:
     result: Result = library.run(q, k, v, spec, recipe="bf16", **extras)
     want, lse = truth(q, k, v, spec, **extras)
     assert torch.equal(result.out, want.to(torch.bfloat16))
+    assert (result.lse is None) == (name in ("transformer_engine", "xformers"))
     if result.lse is not None:
         torch.testing.assert_close(
             result.lse.double(), lse, rtol=2**-22, atol=2**-20

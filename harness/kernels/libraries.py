@@ -1,7 +1,12 @@
 """Attention libraries as black boxes: each imported when it is called, and refused with the reason where it is absent.
 
-What they call things differs; a row of `LIBRARIES` says how. None rounds as another recipe than bf16 and fp16 do, but
-for FlashAttention-3 in FP8 and SageAttention, which stores Q and K in INT8 whatever it is given.
+What they call things differs; a row of `LIBRARIES` says how, by the signatures of Dao-AILab/flash-attention@0251105
+(flash_attn/flash_attn_interface.py, hopper/flash_attn_interface.py, flash_attn/cute/interface.py),
+flashinfer-ai/flashinfer@fb28d72 (flashinfer/prefill.py), thu-ml/SageAttention@d1a57a5 (sageattention/core.py),
+NVIDIA/TransformerEngine@d0067d0 (dot_product_attention.py) and facebookresearch/xformers@ca6d2aa (ops/fmha).
+
+None rounds as another recipe than bf16 and fp16 do, but for FlashAttention-3 in FP8 and SageAttention, which stores Q
+and K in INT8 whatever it is given.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ class Library(BlackBox):
     harness → keyword of the library. `fixed`: keywords always passed. `unlimited`: what an open side of a window is,
     `minus` −1 or `none` None; `left`: it takes the left side alone, and needs causality. `bottom_right`, `top_left`:
     how causality of unequal lengths may be aligned. `lse_unit`: what its lse is multiplied by. `many_heads`: whether it
-    takes more query heads than kv heads. `build`: makes the function from the module and the call."""
+    takes more query heads than kv heads. `build`: makes the function from the module and the call. `ragged`: the
+    function that takes `kv_lens`, with `ragged_fixed` in the place of `fixed`."""
 
     module: str = ""
     function: str = ""
@@ -47,6 +53,8 @@ class Library(BlackBox):
     top_left: bool = False
     lse_unit: float = 1.0
     many_heads: bool = True
+    ragged: str = ""
+    ragged_fixed: Mapping[str, Any] = field(default_factory=FrozenMap)
     build: Callable[[Any, Call], tuple[Callable[..., Any], dict[str, Any]]] | None = None
 
     def unable(self, spec: AttentionSpec, shape: Shape, extras: tuple[str, ...]) -> tuple[str, ...]:
@@ -75,9 +83,11 @@ class Library(BlackBox):
         if why := self.unable(call.spec, call.shape, call.extras.given):
             raise Refusal("; ".join(why))
         module = importlib.import_module(self.module)
-        keywords = {**self.fixed, **self._options(call)}
+        ragged = call.extras.kv_lens is not None and bool(self.ragged)
+        name = self.ragged if ragged else self.function
+        keywords = {**(self.ragged_fixed if ragged else self.fixed), **self._options(call)}
         if self.build is None:
-            function = getattr(module, self.function)
+            function = getattr(module, name)
         else:
             function, built = self.build(module, call)
             keywords |= built
@@ -100,7 +110,7 @@ class Library(BlackBox):
             out = out.reshape(*turned[0].shape[:3], -1)  # TransformerEngine joins heads
             out = out.transpose(1, 2) if self.layout == "bshd" else out
         dtype = str(call.q.codes.dtype).removeprefix("torch.")
-        ran = Ran(f"{self.module}.{self.function}", (), dtype, str(call.device))
+        ran = Ran(f"{self.module}.{name}", (), dtype, str(call.device))
         return Result(out, None if lse is None else lse.float() * self.lse_unit, ran=ran)
 
     def _options(self, call: Call) -> dict[str, Any]:
@@ -115,6 +125,8 @@ class Library(BlackBox):
             found["sinks"] = call.extras.sinks.to(torch.bfloat16)
             if not torch.equal(found["sinks"].double(), call.extras.sinks.double()):
                 raise Refusal(f"{self.name} takes sinks in BF16, which these are not")
+        if call.extras.kv_lens is not None:
+            found["kv_lens"] = call.extras.kv_lens.to(torch.int32)
         for name, x in (("q_scale", call.q), ("k_scale", call.k), ("v_scale", call.v)):
             if x.scale is not None:
                 found[name] = _descale(x.scale, call.shape, self.name)
@@ -179,19 +191,23 @@ def _transformer_engine(module: Any, call: Call) -> tuple[Callable[..., Any], di
     return made.eval(), {}
 
 
-_FLASH = FrozenMap(
-    {"scale": "softmax_scale", "causal": "causal", "window": "window_size", "softcap": "softcap"}
-)
+_FLASH = {"scale": "softmax_scale", "causal": "causal", "window": "window_size", "softcap": "softcap"}
+# The function over a cache aligns causality to each of cache_seqlens. In 4 that is the packed function without packing.
+_CACHED = {**_FLASH, "kv_lens": "cache_seqlens"}
+_WITH_LSE, _CACHED_LSE = FrozenMap({"return_attn_probs": True}), FrozenMap({"return_softmax_lse": True})
 FLASH_ATTN_2 = Library(
-    "flash_attn_2", _16_BITS, True, module="flash_attn", function="flash_attn_func", names=_FLASH
-)
+    "flash_attn_2", _16_BITS, True, module="flash_attn", function="flash_attn_func", names=FrozenMap(_CACHED),
+    fixed=_WITH_LSE, ragged="flash_attn_with_kvcache", ragged_fixed=_CACHED_LSE,
+)  # fmt: skip
 FLASH_ATTN_3 = Library(
     "flash_attn_3", (*_16_BITS, "fp8_e4m3"), True, module="flash_attn_interface", function="flash_attn_func",
-    names=FrozenMap({**_FLASH, **{f"{t}_scale": f"{t}_descale" for t in "qkv"}}),
+    names=FrozenMap({**_CACHED, **{f"{t}_scale": f"{t}_descale" for t in "qkv"}}),
+    fixed=_WITH_LSE, ragged="flash_attn_with_kvcache", ragged_fixed=_CACHED_LSE,
 )  # fmt: skip
 FLASH_ATTN_4 = Library(
     "flash_attn_4", _16_BITS, True, module="flash_attn.cute", function="flash_attn_func", unlimited="none",
-    names=FrozenMap({**_FLASH, "sinks": "learnable_sink"}),
+    names=FrozenMap({**_FLASH, "sinks": "learnable_sink", "kv_lens": "seqused_k"}),
+    fixed=FrozenMap({"return_lse": True}), ragged="flash_attn_varlen_func", ragged_fixed=FrozenMap({"return_lse": True}),
 )  # fmt: skip
 FLASHINFER = Library(
     "flashinfer", _16_BITS, True, module="flashinfer", function="single_prefill_with_kv_cache", layout="lhd", left=True,
@@ -200,7 +216,8 @@ FLASHINFER = Library(
 )  # fmt: skip
 SAGE_ATTENTION = Library(
     "sage_attention", _16_BITS, True, module="sageattention", function="sageattn", layout="bhsd", bottom_right=False,
-    names=FrozenMap({"scale": "sm_scale", "causal": "is_causal"}), fixed=FrozenMap({"tensor_layout": "HND"}),
+    names=FrozenMap({"scale": "sm_scale", "causal": "is_causal"}),
+    fixed=FrozenMap({"tensor_layout": "HND", "return_lse": True}),
 )  # fmt: skip
 TRANSFORMER_ENGINE = Library(
     "transformer_engine", _16_BITS, True, module="transformer_engine.pytorch", function="DotProductAttention",
