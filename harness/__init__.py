@@ -46,6 +46,8 @@ def __getattr__(name: str) -> Any:
     try:
         module = _PUBLIC[name]
     except KeyError:
+        if name == "testing":  # as numpy.testing: a room that users call by its name
+            return importlib.import_module("harness.testing")
         raise AttributeError(
             f"module 'harness' has no attribute {name!r}; it has {', '.join(__all__)}"
         ) from None

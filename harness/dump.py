@@ -73,6 +73,7 @@ def read_dump(path: Path, given: Mapping[str, str | None] | None = None, quantiz
 
 
 def _dump(tensors: dict[str, Tensor], options: Mapping[str, str], quantize: bool) -> Dump:
+    _fp8_fits(tensors, options.get("fp8"))
     for name in ("q", "k", "v", "out"):
         tensors[name] = _numbers(name, tensors[name], options.get("fp8"))
     dtypes = tuple(tensors[n].dtype for n in ("q", "k", "v"))
@@ -134,6 +135,24 @@ def _unlike(path: Path) -> str:
         if start.startswith(magic):
             return f"it looks like {what}, and was not opened; convert it where you trust it"
     return ""
+
+
+def _fp8_fits(tensors: Mapping[str, Tensor], fp8: str | None) -> None:
+    """The option is for bytes; on numbers that have a type of their own it would be passed over in silence."""
+    if fp8 is None:
+        return
+    if fp8 not in FP8:
+        raise ValueError(f"fp8 is {fp8!r}; allowed: {', '.join(FP8)}")
+    kinds = {n: tensors[n].dtype for n in ("q", "k", "v", "out")}
+    for name, kind in kinds.items():
+        if kind in FP8.values() and kind is not FP8[fp8]:
+            raise ValueError(f"fp8 = {fp8} was given, but {name} is {kind}; leave it out: the type says it")
+    if not {torch.uint8, torch.int8, FP8[fp8]} & set(kinds.values()):
+        held = ", ".join(f"{n} {str(x).removeprefix('torch.')}" for n, x in kinds.items())
+        raise ValueError(
+            f"fp8 = {fp8} was given, but no tensor holds bytes ({held}); leave it out, or give --recipe to say what is"
+            " computed, with --quantize where these are values before rounding"
+        )
 
 
 def _numbers(name: str, x: Tensor, fp8: str | None) -> Tensor:

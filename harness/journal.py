@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
@@ -19,17 +19,19 @@ from harness.pipeline import run_units
 from harness.records import Record, read_records, to_json, write_records
 
 
-def record(path: Path, units: Sequence[Unit], jobs: int, resume: bool) -> Iterator[tuple[Unit, list[Record]]]:
+def record(
+    path: Path, units: Sequence[Unit], jobs: int, resume: bool, say: Callable[[str], None] = lambda _: None
+) -> Iterator[tuple[Unit, list[Record]]]:
     """Run the units, append each one's records to `path`, and yield them.
 
     With `resume`, records of `path` that belong to these units are kept, and yielded, and units that are complete are
-    not run again; records of other units go. Otherwise the file starts anew. Lines are flushed to disk unit by unit: a
-    killed run leaves whole records, and at most one cut line at the end, which resuming drops. Until the first unit is
-    done an earlier file stays as it was: a run that cannot start loses nothing.
+    not run again; records of other units go, and `say` is told of them. Otherwise the file starts anew. Lines are
+    flushed to disk unit by unit: a killed run leaves whole records, and at most one cut line at the end, which resuming
+    drops. Until the first unit is done an earlier file stays as it was: a run that cannot start loses nothing.
 
     Raises ValueError for a damaged file, BrokenExecutor when a worker process dies.
     """
-    done = _kept(path, units) if resume else {}
+    done = _kept(path, units, say) if resume else {}
     kept = [r for unit in units for r in done.get((unit.case.id, unit.seed), [])]
     left = [u for u in units if (u.case.id, u.seed) not in done]
     if not left:
@@ -68,7 +70,9 @@ def _results(units: Sequence[Unit], pool: ProcessPoolExecutor | None) -> Iterato
         yield unit, future.result()
 
 
-def _kept(path: Path, units: Sequence[Unit]) -> dict[tuple[str, int], list[Record]]:
+def _kept(
+    path: Path, units: Sequence[Unit], say: Callable[[str], None]
+) -> dict[tuple[str, int], list[Record]]:
     """Records of the units that `path` holds completely."""
     if not path.exists():
         return {}
@@ -81,6 +85,12 @@ def _kept(path: Path, units: Sequence[Unit]) -> dict[tuple[str, int], list[Recor
         wanted = unit.keys
         if wanted <= found.keys() and all(_belongs(found[key], unit) for key in wanted):
             kept[unit.case.id, unit.seed] = [r for key, r in found.items() if key in wanted]
+    held, stay = (sum(map(len, x)) for x in (by_unit.values(), kept.values()))
+    if held > stay:
+        say(
+            f"--resume keeps {stay} of the {held} records in {path}: the others are not of this run's cells, or were"
+            " made by other versions, and go with its first new records; the same filters as before keep them"
+        )
     return kept
 
 

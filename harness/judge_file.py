@@ -57,6 +57,7 @@ def judge_dump(
     truth_ms = 1e3 * (time.perf_counter() - start)
     (verdict,) = docket.verdicts([dump.out], [BLACK_BOX])
     judged = docket.judgement(dump.out, verdict, dump.lse, BLACK_BOX, docket.hazards(), budget)
+    judged = docket.advised(dump.out, judged)
     (expected,) = docket.expected([BLACK_BOX])
     at = (dump.out, docket.truth.out, expected.variance)
     pairs = 0 if docket.truth.ranges is None else docket.truth.ranges.pairs

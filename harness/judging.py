@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.advice import layout_advice, lse_advice, unscaled_advice
 from harness.compare import compare, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
@@ -26,7 +27,7 @@ from harness.quantize import Stored, quantize, store
 from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
 from harness.sample import choose
-from harness.spec import AttentionSpec
+from harness.spec import AttentionSpec, rules_in_spec
 from harness.suspects import Setting
 from harness.truth import Truth, reference
 from harness.twins import Twins
@@ -75,6 +76,7 @@ class Judgement:
         return "\n".join(lines)
 
 
+@rules_in_spec
 @torch.no_grad()
 def judge(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec | None = None, recipe: str | Recipe = "bf16",
@@ -108,7 +110,7 @@ def judge(
         _check_exact(exact, (q, k, v))
     docket = Docket(stored, spec, extras, recipe, exact)
     (verdict,) = docket.verdicts([out], [form])
-    return docket.judgement(out, verdict, lse, form, docket.hazards(), budget)
+    return docket.advised(out, docket.judgement(out, verdict, lse, form, docket.hazards(), budget))
 
 
 def check_budget(budget: float | None, exact: bool) -> None:
@@ -133,6 +135,15 @@ def _promised(e: Expectation) -> Expectation:
 
 def _check_output(name: str, x: Any, size: tuple[int, ...], device: torch.device) -> None:
     dense = isinstance(x, Tensor) and x.layout is torch.strided
+    if (
+        dense
+        and len(size) == 4
+        and x.shape != size
+        and tuple(x.transpose(1, 2).shape if x.dim() == 4 else ()) == size
+    ):
+        raise ValueError(
+            f"{name} is {tuple(x.shape)}; allowed: {size} [B, H, L, E]: transpose(1, 2) makes it fit"
+        )
     if not dense or not x.dtype.is_floating_point or tuple(x.shape) != size:
         given = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
         given += "" if dense or not isinstance(x, Tensor) else f" {x.layout}"
@@ -144,11 +155,12 @@ def _check_output(name: str, x: Any, size: tuple[int, ...], device: torch.device
 def _check_exact(exact: Any, given: tuple[Tensor, ...]) -> None:
     fits = isinstance(exact, (tuple, list)) and len(exact) == 3 and all(
         isinstance(x, Tensor) and x.shape == y.shape and x.dtype.is_floating_point
+        and x.layout is torch.strided and x.device == y.device
         for x, y in zip(exact, given, strict=True)
     )  # fmt: skip
     if not fits:
         raise ValueError(
-            "exact does not fit q, k and v; allowed: three floating-point tensors of their shapes"
+            "exact does not fit q, k and v; allowed: three dense floating-point tensors of their shapes and device"
         )
 
 
@@ -294,6 +306,13 @@ class Docket:
             floor,
         )
 
+    def advised(self, out: Tensor, judged: Judgement) -> Judgement:
+        """The judgement of an output that came from outside, where what is wrong may be how it was given."""
+        if judged.status is not Status.FAIL or self.extras.given or judged.errors.class_mismatch:
+            return judged
+        said = layout_advice(out, judged.errors.rel_l2, self.values, self.spec)
+        return replace(judged, reasons=(said, *judged.reasons)) if said else judged
+
     def diagnosis(
         self, out: Tensor, verdict: Verdict, hazards: Sequence[Hazard], precise: bool = True
     ) -> Diagnosis | None:
@@ -374,9 +393,10 @@ class Docket:
         if over.numel() and float(over.nan_to_num(-math.inf).max()) > 0:
             at = unravel(int(over.nan_to_num(-math.inf).argmax()), over.shape)
             size = float((x - t).abs()[at])
-            return (
-                f"lse is off by {size:.3g} at b, h, i = {at}, beyond {float(expected.lse_ceiling[at]):.3g}",
-            )
+            said = f"lse is off by {size:.3g} at b, h, i = {at}, beyond {float(expected.lse_ceiling[at]):.3g}"
+            what = lse_advice(x, self.truth, expected.lse_ceiling, self.values[1].shape[2])
+            what = what or unscaled_advice(x, self.values, self.spec, self.extras)
+            return (said, f"lse: {what}") if what else (said,)
         return ()
 
     def hazards(self) -> tuple[Hazard, ...]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from harness.spec import AttentionSpec, Shape
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+TOKENS_FIRST = "as [B, L, H, D] they fit: give them with transpose(1, 2), or in a file the option layout bshd"
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -57,13 +58,34 @@ def check(
     if not isinstance(spec, AttentionSpec):
         raise ValueError(f"spec is {spec!r}; allowed: a harness.AttentionSpec")
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
+        if not isinstance(x, Tensor) or x.is_nested or x.dim() != 4:
             raise ValueError(f"{name} is {_name(x)}; allowed: a torch tensor [B, H, L, D]")
         if x.dtype not in _FLOATS:
             raise ValueError(f"{name} is {x.dtype}; allowed: {', '.join(str(d) for d in _FLOATS)}")
+        _has_numbers(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; allowed: one device for all")
-    return _shape(q, k, v), _extras(q, k, mask, bias, sinks, kv_lens)
+    return _shape_or_hint(q, k, v), _extras(q, k, mask, bias, sinks, kv_lens)
+
+
+def _has_numbers(name: str, x: Tensor) -> None:
+    if x.layout is not torch.strided:
+        raise ValueError(f"{name} is {x.layout}; allowed: a dense tensor, which to_dense() makes of it")
+    if x.device.type == "meta":
+        raise ValueError(f"{name} is on meta, where tensors hold no numbers; allowed: cpu, cuda")
+
+
+def _shape_or_hint(q: Tensor, k: Tensor, v: Tensor) -> Shape:
+    """The shape; where it does not fit and would with tokens before heads, the error says so."""
+    try:
+        return _shape(q, k, v)
+    except ValueError as error:
+        turned = [x.transpose(1, 2) for x in (q, k, v)]
+        try:
+            _shape(turned[0], turned[1], turned[2])
+        except ValueError:
+            raise error from None
+        raise ValueError(f"{error}; {TOKENS_FIRST}") from None
 
 
 def _shape(q: Tensor, k: Tensor, v: Tensor) -> Shape:
@@ -88,22 +110,26 @@ def _extras(q: Tensor, k: Tensor, mask: Any, bias: Any, sinks: Any, kv_lens: Any
             raise ValueError(
                 f"mask is {_name(mask)}; allowed: a bool tensor, True = attend (bias= takes numbers)"
             )
+        _has_numbers("mask", mask)
         mask = _broadcast("mask", mask, (b, h, length, s)).to(q.device)
     if bias is not None:
         if not isinstance(bias, Tensor) or not bias.dtype.is_floating_point:
             raise ValueError(f"bias is {_name(bias)}; allowed: a floating-point tensor (mask= takes bool)")
+        _has_numbers("bias", bias)
         bias = _broadcast("bias", bias, (b, h, length, s)).to(q.device)
     if sinks is not None:
         allowed = f"a floating-point tensor [{h}], one per query head"
         sinks = _tensor("sinks", sinks, allowed)
         if sinks.shape != (h,) or not sinks.dtype.is_floating_point:
             raise ValueError(f"sinks is {_name(sinks)}; allowed: {allowed}")
+        _has_numbers("sinks", sinks)
         sinks = sinks.to(q.device)
     if kv_lens is not None:
         allowed = f"integers [{b}], one per sequence"
         kv_lens = _tensor("kv_lens", kv_lens, allowed)
         if kv_lens.shape != (b,) or kv_lens.dtype not in _INTEGERS:
             raise ValueError(f"kv_lens is {_name(kv_lens)}; allowed: {allowed}")
+        _has_numbers("kv_lens", kv_lens)
         if kv_lens.numel() and (int(kv_lens.min()) < 0 or int(kv_lens.max()) > s):
             raise ValueError(f"kv_lens is {kv_lens.tolist()}; allowed: 0 to kv_len = {s}")
         kv_lens = kv_lens.to(q.device, torch.int64)
@@ -119,6 +145,8 @@ def _tensor(name: str, x: Any, allowed: str) -> Tensor:
 
 
 def _name(x: Any) -> str:
+    if isinstance(x, Tensor) and x.is_nested:
+        return f"{x.dtype}, nested"
     return f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else repr(type(x).__name__)
 
 

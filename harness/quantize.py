@@ -125,6 +125,8 @@ def check_scale(scale: Tensor | float, x: Tensor, name: str, scaling: Scaling) -
     Besides one per block it may come one per row (or value, where blocks are mx), which need not agree within a block.
     """
     try:
+        if isinstance(scale, Tensor) and (scale.is_meta or scale.layout is not torch.strided):
+            raise ValueError("it holds no numbers")
         scale = torch.as_tensor(scale, device=x.device).detach().float().double()
     except (TypeError, ValueError, RuntimeError):
         raise ValueError(f"the scale of {name} is {scale!r}; allowed: a tensor or a number > 0") from None
@@ -175,9 +177,23 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
         hint = "" if divisor is None else f" with scale {float(divisor.expand(x.shape)[at]):.9g}"
         raise ValueError(
             f"{name}[{', '.join(map(str, at))}] = {float(x[at])!r} is no value of {fmt.name}{hint};"
-            f" allowed: stored values, with scales= where the recipe scales, or quantize=True to round first"
+            " allowed: stored values, with scales= where the recipe scales, or quantize=True to round"
+            f" first{_own(x, fmt)}"
         )
     return Stored(codes, divisor, 0, 0 if divisor is None else divisor.numel())
+
+
+def _own(x: Tensor, fmt: FloatFormat) -> str:
+    """Which recipe stores these values as they are: their dtype's, where that holds more than the recipe's format."""
+    name = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[
+        x.dtype
+    ]
+    wider = get_format(name).storage_bits > fmt.storage_bits
+    return (
+        f", if the kernel does; recipe {name} takes {str(x.dtype).removeprefix('torch.')} as it is"
+        if wider
+        else ""
+    )
 
 
 def store(

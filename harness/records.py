@@ -354,6 +354,12 @@ def read_records(path: Path | str) -> list[Record]:
     return list(iter_records(path))
 
 
+def is_cut(path: Path | str) -> bool:
+    """Whether all that a file of records holds is the start of one, which a killed run leaves."""
+    text = Path(path).read_bytes()
+    return bool(text.strip()) and b"\n" not in text
+
+
 def iter_records(path: Path | str) -> Iterator[Record]:
     """`read_records`, one at a time."""
     from pydantic import TypeAdapter, ValidationError

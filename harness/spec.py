@@ -12,8 +12,15 @@ and key j is visible when  j ≤ position (causal)  and  position − left ≤ j
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 ALIGNMENTS = ("bottom-right", "top-left")
 EMPTY_ROWS = ("zero", "nan")
@@ -155,6 +162,36 @@ class Shape:
         lengths = f"{self.q_len}" if self.q_len == self.kv_len else f"{self.q_len}×{self.kv_len}"
         width = f"{self.head_dim}" if self.head_dim == self.E else f"{self.head_dim}→{self.value_dim}"
         return f"[{self.batch}, {heads}, {lengths}, {width}]"
+
+
+def rules_in_spec(function: Callable[P, R]) -> Callable[P, R]:
+    """A function that takes its rules as `spec=`. Rules given as keywords of its own raise a TypeError that says so."""
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: P.args, **keywords: P.kwargs) -> R:
+        wrong = {name: x for name, x in keywords.items() if name in _RULES and name not in known}
+        if wrong:
+            given, fields = (", ".join(f"{n}={x!r}" for n, x in d.items()) for d in (wrong, _as_rules(wrong)))
+            raise TypeError(
+                f"{function.__name__}() was given {given}; the rules of a call go together:"
+                f" spec=harness.AttentionSpec({fields})"
+            )
+        return function(*args, **keywords)
+
+    return call
+
+
+# The fields of AttentionSpec, and what kernels call them.
+_RULES = {
+    **{f.name: f.name for f in fields(AttentionSpec)},
+    "is_causal": "causal", "sm_scale": "scale", "softmax_scale": "scale", "window_size": "window",
+    "logits_soft_cap": "softcap",
+}  # fmt: skip
+
+
+def _as_rules(given: Mapping[str, object]) -> dict[str, object]:
+    return {_RULES[name]: x for name, x in given.items()}
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,12 @@ from torch import Tensor
 from harness.judging import Judgement, judge
 from harness.recipe import Recipe, get_recipe
 from harness.records import Status
-from harness.spec import AttentionSpec
+from harness.spec import AttentionSpec, rules_in_spec
 
 __all__ = ["assert_attention_close", "check_judgement"]
 
 
+@rules_in_spec
 def assert_attention_close(
     out: Tensor, q: Tensor, k: Tensor, v: Tensor, *, spec: AttentionSpec | None = None,
     recipe: str | Recipe = "bf16", allow_inconclusive: bool = False, **options: Any,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from harness.operands import Extras, check, slice_rows_keys
 from harness.ranges import COUNTED_PAIRS, Place, Ranges
-from harness.spec import AttentionSpec, Shape
+from harness.spec import AttentionSpec, Shape, rules_in_spec
 
 BUFFER_BYTES = 16 * 2**20  # of one score block; about four such buffers live at a time
 
@@ -37,6 +37,7 @@ class Truth:
 
 
 @torch.no_grad()
+@rules_in_spec
 def reference(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, mask: Tensor | None = None,
     bias: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None, ranges: bool = False,

@@ -17,7 +17,7 @@ from harness.quantize import Stored, store
 from harness.recipe import Recipe, get_recipe
 from harness.result import Result
 from harness.scaling import MX_BLOCK
-from harness.spec import AttentionSpec, Shape
+from harness.spec import AttentionSpec, Shape, rules_in_spec
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,7 @@ class Algorithm:
             )
         return ()
 
+    @rules_in_spec
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, recipe: str | Recipe = "fp32",
         mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,

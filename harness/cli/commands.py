@@ -11,7 +11,7 @@ from harness import registry
 from harness.case import cases_folder, load_cases
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
-from harness.cli.reporting import report_records, report_throughput
+from harness.cli.reporting import refuse_baseline, report_records, report_throughput
 from harness.cli.running import run_cells
 from harness.cli.selection import filters, select
 from harness.recipe import RECIPES
@@ -84,7 +84,12 @@ def report(path: Path, out: Path | None, throughput: Path | None) -> int:
         raise ValueError(
             f"{path} does not exist; give a records file, or make one with `python -m harness run`"
         )
-    return report_records(read_records(path), out or path.parent, source=path)
+    try:
+        records = read_records(path)
+    except ValueError:
+        refuse_baseline(path)
+        raise
+    return report_records(records, out or path.parent, source=path)
 
 
 @cli.command(short_help="Compare with a stored baseline.")

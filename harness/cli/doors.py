@@ -189,9 +189,17 @@ def _tolerance_lines(found: Tolerance, recipe: Recipe, probability: float) -> li
         f"rtol is the unit roundoff of {fmt}, the most that rounding the output can do. atol is what else the recipe"
         f" rounds ({_rounds(recipe)}), with {found.slack:g} × the expected size for what kernels differ in.",
         f"    torch.testing.assert_close(out.double(), truth, rtol={stored.rtol!r}, atol={_up(stored.atol)})",
-        f"What it cannot see: a softmax scale that is off by less than {100 * found.scale_unseen:.2g} % passes."
-        " harness.judge tests the direction of the error, sees far less, and knows your inputs.",
+        _unseen(found.scale_unseen),
     ]
+
+
+def _unseen(scale: float) -> str:
+    """How wrong the softmax scale may be: infinitely where each row sees one key."""
+    said = f"a softmax scale that is off by less than {100 * scale:.2g} % passes."
+    if not math.isfinite(scale):
+        said = "no softmax scale, however wrong, moves this output: each row sees one key."
+    ours = "harness.judge tests the direction of the error, sees far less, and knows your inputs."
+    return f"What it cannot see: {said} {ours}"
 
 
 def _rounds(recipe: Recipe) -> str:
@@ -214,12 +222,19 @@ def explain(cell: str, path: Path) -> int:
     CELL is "CASE, IMPLEMENTATION, RECIPE, SEED", or as a report prints it with dots; parts may be globs, and later ones
     may be left out: then the worst record is told.
     """
+    from harness.cli.reporting import no_records, refuse_baseline
     from harness.records import read_records
     from harness.report.story import find, name, story
 
     if not path.exists():
         raise ValueError(f"{path} does not exist; give --records, or make one with `python -m harness run`")
-    records = read_records(path)
+    try:
+        records = read_records(path)
+    except ValueError:
+        refuse_baseline(path)
+        raise
+    if not records:
+        raise ValueError(no_records(path))
     found = find(records, cell)
     if not found:
         close = sorted(

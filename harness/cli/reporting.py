@@ -15,7 +15,7 @@ from harness.cli.exits import FAILURE, nothing_ran
 from harness.cli.selection import SEEDS
 from harness.deviations import Review, load_deviations, review
 from harness.recipe import DEFAULT_RECIPES
-from harness.records import Record, Status
+from harness.records import Record, Status, is_cut
 
 
 def report_records(records: list[Record], out: Path, shown: bool = True, source: Path | None = None) -> int:
@@ -23,7 +23,7 @@ def report_records(records: list[Record], out: Path, shown: bool = True, source:
     from harness.report import latest, to_text, write_report
 
     if not records:
-        return nothing_ran("" if source is None else f"{source} holds no records")
+        return nothing_ran("" if source is None else no_records(source))
     gc.freeze()  # or every collection walks through all records again
     reviewed = _reviewed(latest(records))
     made = write_report(records, reviewed, out)
@@ -38,6 +38,28 @@ def report_records(records: list[Record], out: Path, shown: bool = True, source:
         return FAILURE
     ran = any(r.status not in (Status.REFUSED, Status.INCONCLUSIVE) for r in records)
     return 0 if ran else nothing_ran()
+
+
+def no_records(path: Path) -> str:
+    """Why a file has nothing to report."""
+    if is_cut(path):
+        return f"the only record of {path} was cut off while it was written; `python -m harness run` writes it anew"
+    return f"{path} holds no records"
+
+
+def refuse_baseline(path: Path) -> None:
+    """Raise ValueError where what should hold records is a gate's baseline."""
+    from harness.gate import read_baseline
+
+    try:
+        cells = len(read_baseline(path))
+    except (ValueError, OSError):
+        return
+    if cells:
+        raise ValueError(
+            f"{path} is a gate's baseline: figures of {cells} cells, without records; give the records of a run, such"
+            " as reports/latest/records.jsonl, which `python -m harness run` writes"
+        )
 
 
 def report_throughput(path: Path, out: Path) -> int:

@@ -39,7 +39,9 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
     finished = 0
     try:
         with progress(chosen.cells) as shown:
-            for unit, batch in record(path, units, chosen.jobs, resume):
+            for unit, batch in record(
+                path, units, chosen.jobs, resume, lambda line: click.echo(line, err=True)
+            ):
                 records.extend(batch)
                 finished += 1
                 shown.update(unit.cells, unit.case.id)

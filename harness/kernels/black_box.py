@@ -20,7 +20,7 @@ from harness.operands import NO_EXTRAS, Extras, check
 from harness.quantize import Stored, store
 from harness.recipe import Recipe, get_recipe
 from harness.result import Refusal, Result
-from harness.spec import AttentionSpec, Shape
+from harness.spec import AttentionSpec, Shape, rules_in_spec
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,7 @@ class BlackBox(ABC):
         unlike = self.unlike(get_recipe(recipe))
         return (*((unlike,) if unlike else ()), *self.unable(spec, shape, extras))
 
+    @rules_in_spec
     def run(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, recipe: str | Recipe = "fp32",
         mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,

@@ -207,7 +207,8 @@ FLASH_ATTN_3 = Library(
 FLASH_ATTN_4 = Library(
     "flash_attn_4", _16_BITS, True, module="flash_attn.cute", function="flash_attn_func", unlimited="none",
     names=FrozenMap({**_FLASH, "sinks": "learnable_sink", "kv_lens": "seqused_k"}),
-    fixed=FrozenMap({"return_lse": True}), ragged="flash_attn_varlen_func", ragged_fixed=FrozenMap({"return_lse": True}),
+    fixed=FrozenMap({"return_lse": True}), ragged="flash_attn_varlen_func",
+    ragged_fixed=FrozenMap({"return_lse": True}),
 )  # fmt: skip
 FLASHINFER = Library(
     "flashinfer", _16_BITS, True, module="flashinfer", function="single_prefill_with_kv_cache", layout="lhd", left=True,
