@@ -55,7 +55,7 @@ def _reviewed(records: list[Record]) -> Review:
     listed = load_deviations(path) if path.is_file() else ()
     reviewed = review(records, listed, datetime.datetime.now(datetime.UTC).date())
     # An entry is idle when a whole default run gives it nothing to explain; a filtered run cannot tell.
-    return reviewed if _whole(records) else replace(reviewed, unmatched=())
+    return reviewed if not reviewed.unmatched or _whole(records) else replace(reviewed, unmatched=())
 
 
 def _whole(records: list[Record]) -> bool:
