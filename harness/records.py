@@ -7,8 +7,8 @@ standard library; reading validates with pydantic, which is imported there.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
-import gc
 import json
 import math
 from collections.abc import Iterable, Iterator
@@ -17,6 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from harness.collector import no_collection
 from harness.files import write_atomically
 
 SCHEMA = "1.2"
@@ -330,7 +331,7 @@ def to_json(record: Record) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: enums by value, dataclasses as objects, non-finite numbers as strings."""
+    """What JSON can hold: enums by value, dataclasses as objects, dates and non-finite numbers as strings."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -341,6 +342,10 @@ def plain(value: Any) -> Any:
         return {plain(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
+    if isinstance(value, frozenset):
+        return sorted(plain(v) for v in value)
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
@@ -356,13 +361,8 @@ def read_records(path: Path | str) -> list[Record]:
 
     Raises ValueError naming the line, for text that is no record or of a newer major schema; FileNotFoundError.
     """
-    collecting = gc.isenabled()
-    gc.disable()  # records hold no cycles, and every collection would walk through all those read so far
-    try:
+    with no_collection():
         return list(iter_records(path))
-    finally:
-        if collecting:
-            gc.enable()
 
 
 def iter_records(path: Path | str) -> Iterator[Record]:

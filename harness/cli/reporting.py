@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,24 +11,35 @@ import click
 from harness import registry
 from harness.case import cases_folder, load_cases
 from harness.cli.exits import FAILURE, nothing_ran
+from harness.cli.outputs import Outputs
 from harness.cli.selection import SEEDS
+from harness.collector import no_collection
 from harness.deviations import Review, load_deviations, review
 from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status
 
 
-def report_records(records: list[Record], out: Path, shown: bool = True, source: Path | None = None) -> int:
-    """Write the report into `out`, print it, and judge the run. `source`: the file the records come from."""
+def report_records(
+    records: list[Record],
+    out: Path,
+    shown: bool = True,
+    source: Path | None = None,
+    more: Outputs | None = None,
+) -> int:
+    """Write the report into `out` and what `more` asks for, print it, and judge the run. `source`: the file the records
+    come from."""
     from harness.report import latest, to_text, write_report
 
     if not records:
         return nothing_ran("" if source is None else f"{source} holds no records")
-    gc.freeze()  # or every collection walks through all records again
-    reviewed = _reviewed(latest(records))
-    made = write_report(records, reviewed, out)
-    if shown:
-        click.echo(to_text(made))
-    click.echo(f"written: {out / 'report.md'}, cells.csv, cases.csv, hazards.csv")
+    with no_collection():
+        reviewed = _reviewed(latest(records))
+        made = write_report(records, reviewed, out)
+        written = (more or Outputs()).write(records, reviewed, made)
+        if shown:
+            click.echo(to_text(made))
+    names = [str(out / "report.md"), "cells.csv", "cases.csv", "hazards.csv", *map(str, written)]
+    click.echo(f"written: {', '.join(names)}")
     if not reviewed.ok:
         return FAILURE
     ran = any(r.status not in (Status.REFUSED, Status.INCONCLUSIVE) for r in records)
