@@ -75,8 +75,8 @@ class Changes:
     precision: tuple[Change, ...]
     error_up: tuple[Change, ...]
     error_down: tuple[Change, ...]
-    new: tuple[Key, ...]
-    vanished: tuple[Key, ...]
+    new: tuple[tuple[Key, Side], ...]
+    vanished: tuple[tuple[Key, Side], ...]
     same: int
     notes: tuple[str, ...]
 
@@ -125,11 +125,17 @@ def changes(before: Mapping[Key, Side], now: Mapping[Key, Side], against: str) -
         precision=tuple(c for c in pairs if _precision_changed(c)),
         error_up=tuple(up),
         error_down=tuple(down),
-        new=tuple(key for key in now if key not in before),
-        vanished=tuple(key for key in before if key not in now),
+        new=_without(now, before),
+        vanished=_without(before, now),
         same=len(pairs) - sum(map(len, (failing, passing, other, up, down))),
         notes=_notes(pairs),
     )
+
+
+def _without(cells: Mapping[Key, Side], others: Mapping[Key, Side]) -> tuple[tuple[Key, Side], ...]:
+    """Those that the others lack, failing ones first."""
+    found = [(key, side) for key, side in cells.items() if key not in others]
+    return tuple(sorted(found, key=lambda entry: not entry[1].failing))
 
 
 def _shares(change: Change) -> bool:

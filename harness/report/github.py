@@ -80,10 +80,11 @@ def _changes(c: Changes, limit: int) -> str:
             parts.append(
                 f"#### {title}\n\n{markdown.table(headers, rows, (5, 6, 7))}{_more(len(found), limit)}"
             )
-    for title, keys in (("new cells", c.new), ("vanished cells", c.vanished)):
-        if keys:
-            lines = "\n".join(f"* {_name(key)}" for key in keys[:limit])
-            parts.append(f"#### {title}\n\n{lines}{_more(len(keys), limit)}")
+    for title, cells, head in (("new cells", c.new, "now"), ("vanished cells", c.vanished, "before")):
+        if cells:
+            rows = [[*map(escape, key), side.told] for key, side in cells[:limit]]
+            shown = markdown.table(("case", "implementation", "recipe", head), rows)
+            parts.append(f"#### {title}\n\n{shown}{_more(len(cells), limit)}")
     return "\n\n".join(parts)
 
 
