@@ -237,6 +237,12 @@ def report(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none", requires=["env"])
+def sample(session: nox.Session) -> None:
+    """Write reports/sample and docs/schema again (-- --run: its records too): `python -m benchmarks.sample`."""
+    _run(session, _harness_code, "-m", "benchmarks.sample", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
 def throughput(session: nox.Session) -> None:
     """Time the implementations with pytest-benchmark (arguments go to pytest), then report."""
     measured = Path("reports", "latest", "throughput.json")

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import datetime
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from operator import attrgetter
 from pathlib import Path
 
 from harness.records import Record, Status
 
 _FAILING = (Status.FAIL, Status.ERROR)
+Cell = tuple[str, str, str]
+_cell: Callable[[Record], Cell] = attrgetter("implementation", "case", "recipe")
 _FIELDS = ("implementation", "case", "recipe", "status", "reason", "link", "expires")
 
 
@@ -37,13 +40,6 @@ class Deviation:
             and fnmatchcase(case, self.case)
             and fnmatchcase(recipe, self.recipe)
         )
-
-    def matches(self, record: Record) -> bool:
-        return record.status is self.status and self.covers(*self._cell(record))
-
-    @staticmethod
-    def _cell(record: Record) -> tuple[str, str, str]:
-        return record.implementation, record.case, record.recipe
 
     def __str__(self) -> str:
         return f"{self.implementation} × {self.case} × {self.recipe} → {self.status.value}"
@@ -101,19 +97,37 @@ def review(records: Iterable[Record], deviations: Iterable[Deviation], today: da
     """Sort failures into known and unexpected. An entry is unmatched when the run holds cells it covers that ended
     in a different way in every one of them."""
     records, deviations = list(records), list(deviations)
-    failing = [r for r in records if r.status in _FAILING]
-    active = [d for d in deviations if d.expires >= today]
+    covering = _covering(dict.fromkeys(map(_cell, records)), deviations)
+    active = {d for d in deviations if d.expires >= today}
     known: list[tuple[Record, Deviation]] = []
     unexpected: list[Record] = []
     used: set[Deviation] = set()
-    for record in failing:
-        match = next((d for d in active if d.matches(record)), None)
-        if match is None:
-            unexpected.append(record)
-        else:
-            known.append((record, match))
-        used.update(d for d in active if d.matches(record))
-    cells = {Deviation._cell(r) for r in records}
-    covered = [d for d in deviations if any(d.covers(*cell) for cell in cells)]
+    for record in records:
+        if record.status in _FAILING:
+            matching = [d for d in covering[_cell(record)] if d in active and d.status is record.status]
+            if matching:
+                known.append((record, matching[0]))
+            else:
+                unexpected.append(record)
+            used.update(matching)
+    met = {d for found in covering.values() for d in found}
+    covered = [d for d in deviations if d in met]
     unmatched = tuple(d for d in covered if d in active and d not in used)
     return Review(tuple(known), tuple(unexpected), unmatched, tuple(d for d in covered if d not in active))
+
+
+def _covering(cells: Iterable[Cell], deviations: Sequence[Deviation]) -> dict[Cell, tuple[Deviation, ...]]:
+    """The entries that cover each cell, in their order. A glob is held once against each name that it may mean."""
+    cells = list(cells)
+    names = [set(column) for column in zip(*cells, strict=True)] or [set(), set(), set()]
+    found: dict[Cell, tuple[Deviation, ...]] = dict.fromkeys(cells, ())
+    for d in deviations:
+        implementations, cases, recipes = (
+            {name for name in met if fnmatchcase(name, glob)}
+            for met, glob in zip(names, (d.implementation, d.case, d.recipe), strict=True)
+        )
+        if implementations and cases and recipes:
+            for cell in cells:
+                if cell[0] in implementations and cell[1] in cases and cell[2] in recipes:
+                    found[cell] += (d,)
+    return found

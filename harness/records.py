@@ -7,14 +7,17 @@ standard library; reading validates with pydantic, which is imported there.
 from __future__ import annotations
 
 import dataclasses
+import datetime
 import enum
 import json
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from harness.collector import no_collection
 from harness.files import write_atomically
 
 SCHEMA = "1.2"
@@ -314,9 +317,12 @@ class Record:
 def pooled_rms(values: Iterable[float]) -> float:
     """Root of the mean square: how seeds and heads pool (never the mean of RMSEs). NaN when empty or any is NaN."""
     values = list(values)
-    if not values or any(math.isnan(v) for v in values):  # hypot(nan, inf) is inf
+    if not values:
         return math.nan
-    return math.hypot(*values) / math.sqrt(len(values))
+    root = math.hypot(*values)
+    if math.isinf(root) and any(map(math.isnan, values)):  # hypot(nan, inf) is inf
+        return math.nan
+    return root / math.sqrt(len(values))
 
 
 def to_json(record: Record) -> str:
@@ -325,7 +331,7 @@ def to_json(record: Record) -> str:
 
 
 def plain(value: Any) -> Any:
-    """What JSON can hold: enums by value, dataclasses as objects, non-finite numbers as strings."""
+    """What JSON can hold: enums by value, dataclasses as objects, dates and non-finite numbers as strings."""
     if isinstance(value, enum.Enum):
         return value.value
     if dataclasses.is_dataclass(value):
@@ -336,6 +342,10 @@ def plain(value: Any) -> Any:
         return {plain(k): plain(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(v) for v in value]
+    if isinstance(value, frozenset):
+        return sorted(plain(v) for v in value)
+    if isinstance(value, datetime.date):
+        return value.isoformat()
     if isinstance(value, float) and not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
     return value
@@ -351,7 +361,8 @@ def read_records(path: Path | str) -> list[Record]:
 
     Raises ValueError naming the line, for text that is no record or of a newer major schema; FileNotFoundError.
     """
-    return list(iter_records(path))
+    with no_collection():
+        return list(iter_records(path))
 
 
 def is_cut(path: Path | str) -> bool:
@@ -362,30 +373,43 @@ def is_cut(path: Path | str) -> bool:
 
 def iter_records(path: Path | str) -> Iterator[Record]:
     """`read_records`, one at a time."""
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
-    adapter = TypeAdapter(Record)
+    validate = _adapter().validator.validate_json
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, 1):
+            # A record ends with its newline: what follows the last one was cut off while it was written.
+            if not line.endswith(b"\n") or line.isspace():
+                continue
+            if not line.isascii():
+                _check_text(line, path)
+            try:
+                record: Record = validate(line)
+            except ValidationError as error:
+                _check_schema(line, f"{path}, line {number}")  # a newer schema may be why
+                first = error.errors()[0]
+                place = ".".join(str(p) for p in first["loc"]) or "the line"
+                raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
+            if record.schema != SCHEMA:
+                _check_schema(line, f"{path}, line {number}")
+            yield record
+
+
+@cache  # to build one takes longer than to validate a thousand lines
+def _adapter() -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(Record)
+
+
+def _check_text(line: bytes, path: Path | str) -> None:
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} holds no records: it is not UTF-8 ({error.reason})") from None
-    # A record ends with its newline: what follows the last one was cut off while it was written.
-    for number, line in enumerate(text.split("\n")[:-1], 1):
-        if not line.strip():
-            continue
-        try:
-            record = adapter.validate_json(line)
-        except ValidationError as error:
-            _check_schema(line, f"{path}, line {number}")  # a newer schema may be why
-            first = error.errors()[0]
-            place = ".".join(str(p) for p in first["loc"]) or "the line"
-            raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
-        if record.schema != SCHEMA:
-            _check_schema(line, f"{path}, line {number}")
-        yield record
 
 
-def _check_schema(line: str, where: str) -> None:
+def _check_schema(line: bytes, where: str) -> None:
     try:
         schema = json.loads(line).get("schema", "")
         major = int(str(schema).split(".")[0])

@@ -39,5 +39,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _say(message: str, *notes: str, code: int) -> int:
     """One line, whatever the message holds."""
     said = " ".join(message.split())
-    click.echo(f"error: {said}" + "".join(f" ({' '.join(note.split())})" for note in notes), err=True)
+    said += "".join(f" ({' '.join(note.split())})" for note in notes)
+    click.echo(f"error: {said}".replace("##[", "# #["), err=True)  # which GitHub's runner would obey
     return code

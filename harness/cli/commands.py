@@ -11,6 +11,7 @@ from harness import registry
 from harness.case import cases_folder, load_cases
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
+from harness.cli.outputs import outputs, take
 from harness.cli.reporting import refuse_baseline, report_records, report_throughput
 from harness.cli.running import run_cells
 from harness.cli.selection import filters, select
@@ -64,20 +65,24 @@ def _what(e: registry.Entry) -> str:
 @click.option("--out", type=FOLDER, default=LATEST, show_default=True, help="Where records and report go.")
 @click.option("--resume", is_flag=True, help="Go on with a run that was killed: keep its records in --out.")
 @click.option("--report/--no-report", "reported", default=True, help="Print the report at the end.")
+@outputs
 def run(out: Path, resume: bool, reported: bool, **chosen: Any) -> int:
     """Run implementations × recipes on cases, record every cell, and report.
 
     Options that take a NAME may be repeated, or take several with commas.
     """
-    return report_records(run_cells(out / RECORDS, select(**chosen), resume), out, reported)
+    more = take(chosen)
+    return report_records(run_cells(out / RECORDS, select(**chosen), resume), out, reported, more=more)
 
 
 @cli.command(short_help="Report stored records or timings again.")
 @click.argument("path", type=FILE, default=LATEST / RECORDS)
 @click.option("--out", type=FOLDER, default=None, help="Where the report goes.  [default: beside PATH]")
 @click.option("--throughput", type=FILE, default=None, help="A pytest-benchmark JSON file, instead of PATH.")
-def report(path: Path, out: Path | None, throughput: Path | None) -> int:
+@outputs
+def report(path: Path, out: Path | None, throughput: Path | None, **chosen: Any) -> int:
     """Report stored records again, or stored timings with --throughput."""
+    more = take(chosen)
     if throughput is not None:
         return report_throughput(throughput, out or throughput.parent)
     if not path.exists():
@@ -89,7 +94,7 @@ def report(path: Path, out: Path | None, throughput: Path | None) -> int:
     except ValueError:
         refuse_baseline(path)
         raise
-    return report_records(records, out or path.parent, source=path)
+    return report_records(records, out or path.parent, source=path, more=more)
 
 
 @cli.command(short_help="Compare with a stored baseline.")

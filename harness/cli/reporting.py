@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,26 +11,37 @@ import click
 from harness import registry
 from harness.case import cases_folder, load_cases
 from harness.cli.exits import FAILURE, nothing_ran
+from harness.cli.outputs import Outputs
 from harness.cli.selection import SEEDS
+from harness.collector import no_collection
 from harness.deviations import Review, load_deviations, review
 from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status, is_cut
 
 
-def report_records(records: list[Record], out: Path, shown: bool = True, source: Path | None = None) -> int:
-    """Write the report into `out`, print it, and judge the run. `source`: the file the records come from."""
+def report_records(
+    records: list[Record],
+    out: Path,
+    shown: bool = True,
+    source: Path | None = None,
+    more: Outputs | None = None,
+) -> int:
+    """Write the report into `out` and what `more` asks for, print it, and judge the run. `source`: the file the records
+    come from."""
     from harness.report import latest, to_text, write_report
 
     if not records:
         return nothing_ran("" if source is None else no_records(source))
-    gc.freeze()  # or every collection walks through all records again
-    reviewed = _reviewed(latest(records))
-    made = write_report(records, reviewed, out)
-    if shown:
-        click.echo(to_text(made))
+    with no_collection():
+        reviewed = _reviewed(latest(records))
+        made = write_report(records, reviewed, out)
+        written = (more or Outputs()).write(records, reviewed, made)
+        if shown:
+            click.echo(to_text(made))
     beside = made.tradeoff
-    plot = f", {beside.figure}" if beside is not None and beside.figure else ""
-    click.echo(f"written: {out / 'report.md'}, cells.csv, cases.csv, hazards.csv{plot}")
+    plot = [beside.figure] if beside is not None and beside.figure else []
+    names = [str(out / "report.md"), "cells.csv", "cases.csv", "hazards.csv", *plot, *map(str, written)]
+    click.echo(f"written: {', '.join(names)}")
     if beside is not None and beside.note:
         click.echo(f"no plot beside the tables: {beside.note}")
     if not reviewed.ok:
@@ -81,7 +91,7 @@ def _reviewed(records: list[Record]) -> Review:
     listed = load_deviations(path) if path.is_file() else ()
     reviewed = review(records, listed, datetime.datetime.now(datetime.UTC).date())
     # An entry is idle when a whole default run gives it nothing to explain; a filtered run cannot tell.
-    return reviewed if _whole(records) else replace(reviewed, unmatched=())
+    return reviewed if not reviewed.unmatched or _whole(records) else replace(reviewed, unmatched=())
 
 
 def _whole(records: list[Record]) -> bool:

@@ -1,6 +1,7 @@
 """Reports: pure functions of records. They load neither torch nor numpy, and never recompute a figure.
 
-`summary` makes a `Report` (data), `to_text` and `to_markdown` render it, `write_report` fills a folder;
+`summary` makes a `Report` (data), `to_text` and `to_markdown` render it, `write_report` fills a folder; `to_document`
+(JSON), `to_junit`, `job_summary` and `comment` are for other programs, `changes` compares two runs;
 `read_timings`, `timings_text` and `timings_markdown` do the same for stored timings.
 """
 
@@ -14,7 +15,11 @@ from harness.deviations import Review
 from harness.files import write_atomically
 from harness.optional import MissingExtra
 from harness.records import Record
+from harness.report.changes import Changes, changes
 from harness.report.csv_files import cases_csv, cells_csv, hazards_csv
+from harness.report.document import to_document
+from harness.report.github import comment, job_summary
+from harness.report.junit import to_junit
 from harness.report.markdown import to_markdown
 from harness.report.model import Report
 from harness.report.tables import latest, summary
@@ -25,16 +30,22 @@ from harness.report.tradeoff import tradeoff_figure
 FIGURE = "tradeoff.svg"
 
 __all__ = [
+    "Changes",
     "Report",
     "Timing",
     "cases_csv",
     "cells_csv",
+    "changes",
+    "comment",
     "hazards_csv",
+    "job_summary",
     "latest",
     "read_timings",
     "summary",
     "timings_markdown",
     "timings_text",
+    "to_document",
+    "to_junit",
     "to_markdown",
     "to_text",
     "write_report",

@@ -6,7 +6,7 @@ Figures have 7 digits, hashes 16: the records hold all. What a case says once st
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from typing import Any
@@ -18,7 +18,6 @@ from harness.records import Errors, Hazard, Machine, Margins, Record, Status
 _FORMULA = tuple("=+-@\t\r\n＝＋－＠")
 _CASE = ("case", "group", "shape", "why", "source", "case_digest")
 _HASHES = ("inputs_hash", "output_hash")
-_UNSEEN = ("shrink", "scale")
 _TRUTHS = (("errors", "kernel"), ("total_errors", "total"), ("lse_errors", "lse"))
 _FORMATS = {"float": "%.7g", "int": "%d", "bool": "%s"}
 
@@ -37,6 +36,22 @@ class _Numbers:
         return self.blank if item is None else self.template % self._values(item)
 
 
+class _Facts:
+    """Figures that have names and that a record may lack."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self.names = tuple(names)
+        self.template = ",".join(["%.7g"] * len(self.names))
+        self.blank = "," * (len(self.names) - 1)
+
+    def __call__(self, given: Mapping[str, float]) -> str:
+        try:
+            return self.template % tuple([given[name] for name in self.names])
+        except KeyError:
+            return ",".join(f"{given[name]:.7g}" if name in given else "" for name in self.names)
+
+
+_UNSEEN = _Facts(("shrink", "scale"))
 _NUMBERS, _ERRORS, _MARGINS, _HAZARD = map(_Numbers, (Record, Errors, Margins, Hazard))
 _TEXTS = tuple(
     f.name
@@ -44,7 +59,11 @@ _TEXTS = tuple(
     if f.type == "str" and f.name not in (*_CASE[1:], *_HASHES, "traceback")
 )
 _MACHINE = tuple(f.name for f in dataclasses.fields(Machine) if f.type == "str")
-_record_texts, _hashes, _machine = attrgetter(*_TEXTS), attrgetter(*_HASHES), attrgetter(*_MACHINE)
+_machine: Callable[[Machine], tuple[str, ...]] = attrgetter(*_MACHINE)
+_texts: Callable[[Record], tuple[str, ...]] = attrgetter(*_TEXTS)
+_identity = attrgetter("case", "implementation", "recipe", "seed", "machine.device")
+_STATUS: dict[Status | None, str] = {None: "", **{status: status.value for status in Status}}
+_TOLD: dict[Status | None, bool] = {None: True, **{status: status is not Status.PASS for status in Status}}
 
 
 @lru_cache(4096)  # names and reasons repeat in many rows
@@ -57,68 +76,67 @@ def inert(text: str) -> str:
     return '"' + text.replace('"', '""') + '"' if quoted else text
 
 
+@lru_cache(65536)  # what a cell is called and how it ended: its seeds, or its recipe's, share most of it
+def _row(texts: tuple[str, ...]) -> str:
+    return ",".join(map(inert, texts))
+
+
 def cells_csv(records: Iterable[Record], review: Review) -> str:
     """One row per record: status, its reasons unless it passed, the figures of each truth, margins, diagnosis,
     precision, timing, machine. Figures that are not finite are `nan`, `inf`, `-inf`; those that a record lacks are
     empty."""
     records = list(records)
-    facts = tuple(dict.fromkeys(name for r in records for name in r.data))
-    known = {(r.key, r.machine.device): d.reason for r, d in review.known}
+    facts = _Facts(dict.fromkeys(name for r in records for name in r.data))
+    known = {_identity(r): d.reason for r, d in review.known}
     header = [*_TEXTS, "status", "known", "reasons", "exception", "precision", "precision_reasons"]
     header += ["fault", "rivals", "fault_size", "fault_explained", "worst_at", "direction", *_MARGINS.names]
-    header += [*(f"unseen_{name}" for name in _UNSEEN), *_NUMBERS.names, "hazards", "observed_hazards"]
+    header += [*(f"unseen_{name}" for name in _UNSEEN.names), *_NUMBERS.names, "hazards", "observed_hazards"]
     for _, prefix in _TRUTHS:
         header += [f"{prefix}_{name}" for name in (*_ERRORS.names, "worst_bhic")]
     header += [*_HASHES, *(f"machine_{name}" if name in _TEXTS else name for name in _MACHINE)]
-    header += [f"data_{name}" for name in facts]
-    return _csv(header, (_cell(r, known.get((r.key, r.machine.device), ""), facts) for r in records))
+    header += [f"data_{name}" for name in facts.names]
+    return _csv(header, [_cell(r, known.get(_identity(r), ""), facts) for r in records])
 
 
-def _cell(record: Record, known: str, facts: Sequence[str]) -> str:
-    reasons, why = (
-        "" if status is Status.PASS else "; ".join(told)
-        for status, told in (
-            (record.status, record.reasons),
-            (record.precision, record.precision_reasons),
-        )
-    )
-    exception = record.traceback.strip().rpartition("\n")[2]
-    precision = "" if record.precision is None else record.precision.value
-    texts = (*_record_texts(record), record.status.value, known, reasons, exception, precision, why)
-    observed = sum(h.source == "observed" for h in record.hazards)
-    parts = [*map(inert, texts), *_diagnosis(record), *_margins(record.margins), _NUMBERS(record)]
+def _cell(record: Record, known: str, facts: _Facts) -> str:
+    status, precision = record.status, record.precision
+    reasons = "; ".join(record.reasons) if _TOLD[status] else ""
+    why = "; ".join(record.precision_reasons) if _TOLD[precision] else ""
+    exception = record.traceback.strip().rpartition("\n")[2] if record.traceback else ""
+    texts = (*_texts(record), _STATUS[status], known, reasons, exception, _STATUS[precision], why)
+    observed = [h.source for h in record.hazards].count("observed")
+    parts = [_row(texts), _diagnosis(record), _margins(record.margins), _NUMBERS(record)]
     parts.append(f"{len(record.hazards)},{observed}")
     for errors in (record.errors, record.total_errors, record.lse_errors):
         parts += (_ERRORS(errors), "" if errors is None else _place(errors.worst))
-    parts += (inert(text[:16]) for text in _hashes(record))
-    parts.append(_machine_text(record.machine))
-    parts += (f"{record.data[name]:.7g}" if name in record.data else "" for name in facts)
+    parts += (_hash(record.inputs_hash), _hash(record.output_hash), _row(_machine(record.machine)))
+    if facts.names:
+        parts.append(facts(record.data))
     return ",".join(parts)
 
 
-def _diagnosis(record: Record) -> tuple[str, str, str, str]:
+def _hash(text: str) -> str:
+    return text[:16] if text.isalnum() else inert(text[:16])
+
+
+def _diagnosis(record: Record) -> str:
     d = record.diagnosis
     if d is None:
-        return "", "", "", ""
-    return inert(d.fault), inert(", ".join(d.rivals)), f"{d.size:.7g}", f"{d.explained:.7g}"
+        return ",,,"
+    return f"{inert(d.fault)},{inert(', '.join(d.rivals))},{d.size:.7g},{d.explained:.7g}"
 
 
-def _margins(margins: Margins | None) -> tuple[str, ...]:
+def _margins(margins: Margins | None) -> str:
     if margins is None:
-        return "", "", _MARGINS.blank, *("" for _ in _UNSEEN)
-    sizes = (f"{margins.unseen[name]:.7g}" if name in margins.unseen else "" for name in _UNSEEN)
-    return inert(margins.worst_at), inert(margins.direction), _MARGINS(margins), *sizes
-
-
-@lru_cache(64)
-def _machine_text(machine: Machine) -> str:
-    return ",".join(map(inert, _machine(machine)))
+        return f",,{_MARGINS.blank},{_UNSEEN.blank}"
+    return (
+        f"{inert(margins.worst_at)},{inert(margins.direction)},{_MARGINS(margins)},{_UNSEEN(margins.unseen)}"
+    )
 
 
 def cases_csv(records: Iterable[Record]) -> str:
     """One row per case (and version of it, where it has changed): its shape, why it exists, where it comes from."""
-    rows = dict.fromkeys(",".join(map(inert, _case(r))) for r in records)
-    return _csv(_CASE, rows)
+    return _csv(_CASE, map(_row, dict.fromkeys(map(_case, records))))
 
 
 _case: Callable[[Record], tuple[str, ...]] = attrgetter(*_CASE)
@@ -146,5 +164,9 @@ def _place(where: tuple[int, ...] | None) -> str:
 
 
 def _csv(header: Sequence[str], rows: Iterable[str]) -> str:
-    text = "\n".join([",".join(map(inert, header)), *rows]) + "\n"
-    return text.encode("utf-8", "replace").decode("utf-8")  # a lone surrogate has no UTF-8 form
+    text = "\n".join([_row(tuple(header)), *rows, ""])
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 form
+        return text.encode("utf-8", "replace").decode("utf-8")
+    return text

@@ -15,6 +15,9 @@ LISTED = 300  # rows of a section; the CSV files hold all (GitHub ends a job sum
 TRACEBACKS = 5
 _REASON = 1000  # characters of a reason
 _SPECIAL = re.compile(r"[\\`*\[\]|~$]|(?<!\w)_|_(?!\w)")
+# What GitHub makes links of in plain text, and tells the people behind them: @name, #12, GH-12, addresses.
+_REFERENCE = re.compile(r"@(?=\w)|#(?=\d)|\bGH-(?=\d)|\bwww(?=\.)|:(?=//)", re.IGNORECASE)
+BREAK = "&#8203;"  # of no width: what stands around it is no longer one word
 
 HOW_TO_READ = """\
 ## How to read this
@@ -65,9 +68,10 @@ A hazard is *observed* in the run or *predicted* from FP64 values.
 
 
 def escape(text: str) -> str:
-    """Untrusted text as one line of inert Markdown."""
+    """Untrusted text as one line of inert Markdown, which mentions nobody and refers to no issue."""
     text = _SPECIAL.sub(r"\\\g<0>", words.clean(text))
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    text = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return _REFERENCE.sub(rf"\g<0>{BREAK}", text)
 
 
 def code(text: str) -> str:
@@ -163,15 +167,19 @@ def _problems(report: Report) -> str:
 
 
 def _groups(report: Report) -> str:
+    return "\n\n".join(groups(report))
+
+
+def groups(report: Report) -> list[str]:
+    """Errors as blocks: a title, a heading and a table for each group, the legend. Nothing where no group has any."""
     if not report.groups:
-        return ""
+        return []
     blocks = ["## Errors, pooled over cases and seeds by mean square"]
     for group in report.groups:
         extent = f"{words.many(group.cases, 'case')}, {words.many(group.seeds, 'seed')}"
         blocks.append(f"### {escape(group.group)} ({extent})")
         blocks.append(_grid(group))
-    blocks.append("\n".join(f"* {escape(entry)}" for entry in words.LEGEND))
-    return "\n\n".join(blocks)
+    return [*blocks, "\n".join(f"* {escape(entry)}" for entry in words.LEGEND)]
 
 
 def _grid(group: GroupTable) -> str:

@@ -54,8 +54,12 @@ class Pooled:
 def pool(errors: Iterable[Errors | None]) -> Pooled:
     """Pool what can be pooled and count what cannot; records without an output (None) are neither."""
     present = [e for e in errors if e is not None]
-    clean = [e.rel_l2 for e in present if math.isfinite(e.rel_l2) and not e.class_mismatch]
+    clean = [e.rel_l2 for e in present if can_pool(e)]
     return Pooled(pooled_rms(clean), len(clean), len(present) - len(clean))
+
+
+def can_pool(errors: Errors) -> bool:
+    return math.isfinite(errors.rel_l2) and not errors.class_mismatch
 
 
 def pool_ratio(records: Iterable[Record]) -> float:

@@ -6,7 +6,8 @@ import heapq
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter, itemgetter
 
 from harness.deviations import Review
 from harness.formats import get_format
@@ -25,6 +26,7 @@ from harness.report.model import (
     RefusalRow,
     Report,
     WorstRow,
+    can_pool,
     pool,
     pool_ratio,
 )
@@ -43,6 +45,10 @@ from harness.report.related import lying_masks, relation_rows
 from harness.report.tradeoff import tradeoff
 
 WORST = 15
+_FAILING = frozenset((Status.FAIL, Status.ERROR))
+_VALUE = {
+    status: status.value for status in Status
+}  # an enum's own .value is ten times as slow, and met often
 # Those that spoil numbers; the other kinds warn of what might.
 FLAGGED = frozenset(
     (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.NON_FINITE, HazardKind.STAGNATION)
@@ -51,9 +57,10 @@ _SEVERITY = (
     HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION, HazardKind.STAGNATION, HazardKind.FLUSH,
     HazardKind.SENTINEL, HazardKind.NEAR_OVERFLOW, HazardKind.RESOLUTION, HazardKind.ZERO_AMAX,
 )  # fmt: skip
+_URGENT = (Status.FAIL.value, Status.ERROR.value, KNOWN, Status.INCONCLUSIVE.value)
 _BY_SEVERITY = {kind: rank for rank, kind in enumerate(_SEVERITY)}
 
-Identity = tuple[tuple[str, str, str, int], str]
+Identity = tuple[str, str, str, int, str]
 GroupKey = tuple[str, str, str]
 
 
@@ -89,13 +96,16 @@ def summary(records: Iterable[Record], review: Review) -> Report:
 
 def latest(records: Sequence[Record]) -> list[Record]:
     """Without those that a later one of the same cell and device replaces, in the order of their first."""
-    return list({_identity(r): r for r in records}.values())
+    return list(dict(zip(map(_identity, records), records, strict=True)).values())
 
 
 def _current(failed: Iterable[Record], records: Sequence[Record]) -> list[Record]:
     """Those that no later record replaces."""
+    failed = latest(tuple(failed))
+    if not failed:
+        return []
     status = {_identity(r): r.status for r in records}
-    return [r for r in latest(tuple(failed)) if status.get(_identity(r), r.status) is r.status]
+    return [r for r in failed if status.get(_identity(r), r.status) is r.status]
 
 
 def problems(review: Review) -> tuple[str, ...]:
@@ -105,13 +115,14 @@ def problems(review: Review) -> tuple[str, ...]:
     return tuple(unmatched + expired)
 
 
-def _identity(record: Record) -> Identity:
-    return record.key, record.machine.device
+_identity: Callable[[Record], Identity] = attrgetter(
+    "case", "implementation", "recipe", "seed", "machine.device"
+)
 
 
 def _label(record: Record, known: frozenset[Identity]) -> str:
-    failing = record.status in (Status.FAIL, Status.ERROR)
-    return KNOWN if failing and _identity(record) in known else record.status.value
+    failing = record.status in _FAILING
+    return KNOWN if failing and _identity(record) in known else _VALUE[record.status]
 
 
 def _headline(
@@ -228,15 +239,20 @@ def _spoils(hazard: Hazard) -> bool:
 
 def _worst(by_key: dict[GroupKey, list[Record]], known: frozenset[Identity]) -> tuple[WorstRow, ...]:
     """Unexpected failures first, known ones last; then what cannot be pooled, then by error ÷ expected."""
-    rows = []
+    urgent = []
     for key, members in by_key.items():
         errors = [r.errors for r in members if r.errors is not None]
         if errors:
             labels = {_label(r, known) for r in members}
-            label = next((x for x in ("FAIL", "ERROR", KNOWN, "INCONCLUSIVE") if x in labels), "PASS")
-            signed = _extreme(errors, "slope"), _extreme(errors, "bias_ulp")
-            rows.append(WorstRow(*key, label, pool(errors), _largest(r.margins for r in members), *signed))
-    return tuple(heapq.nsmallest(WORST, rows, key=_urgency))
+            label = next((x for x in _URGENT if x in labels), Status.PASS.value)
+            urgent.append((_urgency(label, members), key, label))
+    rows = []
+    for _, key, label in heapq.nsmallest(WORST, urgent, key=itemgetter(0)):
+        members = by_key[key]
+        errors = [r.errors for r in members if r.errors is not None]
+        signed = _extreme(errors, "slope"), _extreme(errors, "bias_ulp")
+        rows.append(WorstRow(*key, label, pool(errors), _largest(r.margins for r in members), *signed))
+    return tuple(rows)
 
 
 def _largest(margins: Iterable[Margins | None]) -> Margins | None:
@@ -245,10 +261,11 @@ def _largest(margins: Iterable[Margins | None]) -> Margins | None:
     return max(met, key=lambda m: _nan_first(m.ratio), default=None)
 
 
-def _urgency(row: WorstRow) -> tuple[int, bool, float]:
-    rank = {Status.FAIL.value: 0, Status.ERROR.value: 0, KNOWN: 2}.get(row.label, 1)
-    ratio = -1.0 if row.margins is None else _nan_first(row.margins.ratio)
-    return rank, not row.kernel.left_out, -ratio
+def _urgency(label: str, records: Sequence[Record]) -> tuple[int, bool, float]:
+    rank = {Status.FAIL.value: 0, Status.ERROR.value: 0, KNOWN: 2}.get(label, 1)
+    poolable = all(can_pool(r.errors) for r in records if r.errors is not None)
+    ratio = max((_nan_first(r.margins.ratio) for r in records if r.margins is not None), default=-1.0)
+    return rank, poolable, -ratio
 
 
 def _nan_first(value: float) -> float:

@@ -48,7 +48,7 @@ def to_text(report: Report) -> str:
         _known,
     )
     blocks = [lines for section in sections if (lines := section(report))]
-    return "\n\n".join("\n".join(lines) for lines in blocks) + "\n"
+    return words.for_log("\n\n".join("\n".join(lines) for lines in blocks) + "\n")
 
 
 def table(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import math
+import re
 import shlex
 from collections.abc import Sequence
 
@@ -32,6 +33,7 @@ from harness.report.model import (
 from harness.report.precision import short as short_reason
 
 NONE = "–"
+_COMMAND = re.compile(r"^(\s*)::", re.MULTILINE)
 WORST_HEADERS = (
     "rel_l2",
     "error ÷\nexpected",
@@ -77,7 +79,15 @@ COSTLY_TOLD = (
 
 def clean(text: str) -> str:
     """Text as one line of printable characters: names and reasons come from anywhere."""
-    return "".join(c if c.isprintable() else "?" for c in " ".join(text.split()))
+    text = " ".join(text.split())
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)
+
+
+def for_log(text: str) -> str:
+    """Lines that GitHub's runner shows and does not obey: it takes `::name::` at the start of a line and `##[name]`
+    anywhere for commands."""
+    text = text.replace("##[", "# #[")
+    return _COMMAND.sub(r"\1: :", text) if "::" in text else text
 
 
 def clip(text: str, limit: int) -> str:

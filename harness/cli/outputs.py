@@ -1,0 +1,159 @@
+"""The options for what else a report writes, and the writing. The files are asked for one by one: each has a reader."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from harness.deviations import Review
+from harness.records import Record
+
+if TYPE_CHECKING:
+    from harness.report import Changes, Report
+    from harness.report.changes import Key, Side
+
+F = TypeVar("F", bound=Callable[..., Any])
+STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
+_FILE = click.Path(path_type=Path, dir_okay=False)
+_OPTIONS: tuple[Callable[[Any], Any], ...] = (
+    click.option("--json", type=_FILE, metavar="FILE", help="Write summary and cells as one JSON document."),
+    click.option("--junit", type=_FILE, metavar="FILE", help="Write JUnit XML, a test case a cell."),
+    click.option("--summary", type=_FILE, metavar="FILE", help="Write Markdown for a GitHub job summary."),
+    click.option("--step-summary", is_flag=True, help=f"Append that to ${STEP_SUMMARY}."),
+    click.option(
+        "--comment", type=_FILE, metavar="FILE", help="Write Markdown for a pull request's comment."
+    ),
+    click.option(
+        "--against",
+        type=_FILE,
+        metavar="FILE",
+        help="Say first what changed since these records or baseline.",
+    ),
+)
+
+
+def outputs(command: F) -> F:
+    """The options of `Outputs`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What was asked for. `before`: the cells of the file `against`."""
+
+    json: Path | None = None
+    junit: Path | None = None
+    summary: Path | None = None
+    step_summary: Path | None = None
+    comment: Path | None = None
+    against: Path | None = None
+    before: Mapping[Key, Side] | None = None
+
+    def write(self, records: Sequence[Record], review: Review, report: Report) -> list[Path]:
+        """Write each. Returns the files."""
+        from harness.files import write_atomically
+        from harness.report import comment, job_summary, to_document, to_junit
+
+        changed = self._changes(records)
+        made: tuple[tuple[Path | None, Callable[[], str]], ...] = (
+            (self.json, lambda: to_document(report, records, review)),
+            (self.junit, lambda: to_junit(records, review)),
+            (self.summary, lambda: job_summary(report, changed)),
+            (self.comment, lambda: comment(report, changed)),
+        )
+        written = []
+        for path, text in made:
+            if path is not None:
+                write_atomically(path, text())
+                written.append(path)
+        if self.step_summary is not None:
+            _append(self.step_summary, report, changed)
+        return written
+
+    def _changes(self, records: Sequence[Record]) -> Changes | None:
+        if self.before is None:
+            return None
+        from harness.report import changes, latest
+        from harness.report.changes import sides
+
+        return changes(self.before, sides(latest(records)), str(self.against))
+
+
+def take(chosen: dict[str, Any]) -> Outputs:
+    """Take the options of `outputs` out of a command's, and read the file to compare with: before anything runs."""
+    given = {f.name: chosen.pop(f.name) for f in fields(Outputs) if f.name != "before"}
+    if given.pop("step_summary"):
+        path = os.environ.get(STEP_SUMMARY)
+        if not path:
+            raise ValueError(
+                f"--step-summary was given, but {STEP_SUMMARY} is not set: GitHub's runner sets it; elsewhere give"
+                " --summary FILE"
+            )
+        given["step_summary"] = Path(path)
+    against = given["against"]
+    if against is not None and not any(given.get(name) for name in ("summary", "step_summary", "comment")):
+        raise ValueError(
+            f"--against {against} was given without what shows it; add --comment FILE, --summary FILE or --step-summary"
+        )
+    return Outputs(**given, before=None if against is None else _before(against))
+
+
+def _before(path: Path) -> Mapping[Key, Side]:
+    """The cells of a records file or of a gate's baseline, whichever it is."""
+    from harness.report import latest
+    from harness.report.changes import sides
+
+    if not path.is_file():
+        raise ValueError(
+            f"{path} does not exist; give a records file of `run` or a baseline of `gate --update`"
+        )
+    if _is_records(path):
+        from harness.records import read_records
+
+        return sides(latest(read_records(path)))
+    return _baseline(path)
+
+
+def _is_records(path: Path) -> bool:
+    """By the first line: a record has a seed and a machine. Damage is told by whoever reads the whole."""
+    with path.open("rb") as file:
+        line = next((line for line in file if line.strip()), b"{}")
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return True
+    return isinstance(first, dict) and "seed" in first
+
+
+def _baseline(path: Path) -> Mapping[Key, Side]:
+    from harness.gate import read_baseline
+    from harness.report.changes import Side
+
+    return {
+        key: Side(
+            cell.status, cell.precision, cell.rel_l2, cell.ratio, cell.seeds, f"{cell.device} {cell.isa}"
+        )
+        for key, cell in read_baseline(path).items()
+    }
+
+
+def _append(path: Path, report: Report, changed: Changes | None) -> None:
+    """To the step's summary, within what earlier commands of the step left of its limit."""
+    from harness.report import job_summary
+    from harness.report.github import LEAST_BYTES, SUMMARY_BYTES
+
+    used = path.stat().st_size if path.exists() else 0
+    if SUMMARY_BYTES - used - 1 < LEAST_BYTES:
+        click.echo(f"the step's summary is full ({used} bytes): nothing was added to it", err=True)
+        return
+    text = "\n" * bool(used) + job_summary(report, changed, SUMMARY_BYTES - used - 1)
+    with path.open("a", encoding="utf-8", newline="\n") as file:
+        file.write(text)
