@@ -66,8 +66,8 @@ def _largest(r: Record) -> float:
 
 def _reasons(m: Material) -> Sequence[Block]:
     """Why cases exist: a reader has to know what these activations are."""
-    why = dict.fromkeys((r.case, r.shape, r.why) for r in m.records if m.is_real(r.case))
-    return (table("What the layers are", ("layer", "[B, H, L, D]", "why the case exists"), list(why)),)
+    why = sorted({(r.case, r.shape, r.why) for r in m.records if m.is_real(r.case)})
+    return (table("What the layers are", ("layer", "[B, H, L, D]", "why the case exists"), why),)
 
 
 def hard(m: Material) -> Section:
@@ -122,7 +122,8 @@ def _precision(m: Material) -> Sequence[Block]:
     ]
     told = (
         "Total rel_l2 by case and recipe, against the exact truth; FAIL: values are lost to the format, or the expected"
-        " error is more than 2 × that of ideal scales; ?: nothing can be expected of these inputs. Failures first; lengths stand below."
+        " error is more than 2 × that of ideal scales; ?: nothing can be expected of these inputs. Failures"
+        " first; lengths stand below."
     )
     if len(ordered) > LISTED:
         told += f" {len(ordered) - LISTED} more cases are in cells.csv of the report."

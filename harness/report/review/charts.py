@@ -63,6 +63,7 @@ def themed(svg: str) -> str:
         return re.sub(r"#[0-9a-f]{6}\b", lambda c: _VARIABLES.get(c[0], c[0]), kept)
 
     bare = _NEVER_TWICE.sub("", svg[svg.index("<svg") :])
+    bare = re.sub(r'fill="(#[0-9a-f]{6})"', r'style="fill: \1"', bare)  # the ground of a hatch
     bare = re.sub(r'style="[^"]*"', style, bare)
     bare = re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", bare)
     return re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", bare)
@@ -175,13 +176,8 @@ def heat_map(grid: Grid) -> str:
                 _grid_look, grid.implementations, grid.rows, slanted=True,
             )  # fmt: skip
             panel.set_title(words.clean(recipe), fontweight="bold", pad=8)
-        _fill_legend(
-            figure,
-            "error ÷ normal",
-            RATIOS[:-1] + ((math.inf, "> 10, or fails"),),
-            "not judged",
-            "fails or raises",
-        )
+        bins = (*RATIOS[:-1], (math.inf, "> 10, or fails"))
+        _fill_legend(figure, "error ÷ normal", bins, "not judged", "fails or raises")
         return _svg(figure, "Implementation × case")
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from harness.cost.units import show_bytes, show_rate, show_tokens
 from harness.records import Record, Status
@@ -97,16 +96,17 @@ def _cost_table(m: Material) -> Table:
 
 def worst(m: Material) -> Section:
     told = (
-        "For each recipe: implementations farthest from what is normal (failures that no deviation explains first, those"
-        " that one explains last), and cases on which the recipe itself costs most. The line under each repeats it."
+        "For each recipe: implementations farthest from what is normal (failures that no deviation explains first,"
+        " those that one explains last), and cases on which the recipe itself costs most; a case once. The line under"
+        " each repeats it."
     )
     blocks: list[Block] = [Paragraph(told)]
     for recipe in m.asked.recipes:
         cells = list(_cells(m, recipe))
-        farthest = heapq.nsmallest(WORST, cells, key=lambda r: _urgency(m, r))
-        costly = [r for r in cells if r in m.sound(r.case, recipe) and r not in farthest]
+        farthest = _first(cells, lambda r: _urgency(m, r))
+        others = [r for r in cells if r.case not in {x.case for x in farthest} and _is_sound(m, r)]
         blocks.append(Heading(recipe))
-        for r in (*farthest, *heapq.nlargest(WORST, costly, key=_total)):
+        for r in (*farthest, *_first(others, lambda r: (0, -_total(r)))):
             blocks.append(Commands(_told(m, r), (words.command_line([words.clean(w) for w in again(r)]),)))
     return Section("worst", "Worst cases, and how to run them again", tuple(blocks))
 
@@ -117,6 +117,18 @@ def _cells(m: Material, recipe: str) -> Iterator[Record]:
         judged = [r for r in records if r.status is not Status.REFUSED]
         if name == recipe and judged:
             yield min(judged, key=lambda r: _urgency(m, r))
+
+
+def _first(records: Iterable[Record], key: Callable[[Record], tuple[int, float]]) -> list[Record]:
+    """The WORST smallest, each of another case."""
+    best: dict[str, Record] = {}
+    for r in sorted(records, key=key):
+        best.setdefault(r.case, r)
+    return list(best.values())[:WORST]
+
+
+def _is_sound(m: Material, r: Record) -> bool:
+    return any(r is other for other in m.sound(r.case, r.recipe))
 
 
 def _urgency(m: Material, r: Record) -> tuple[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from harness.recipe import LAYER_STAGES, STAGES, TENSORS
 from harness.records import Hazard, HazardKind, Record
@@ -12,10 +13,11 @@ from harness.report import words
 from harness.report.review import figures
 from harness.report.review.blocks import Block, Bullets, Paragraph, Section, Value, table
 from harness.report.review.material import Material
+from harness.report.tables import spoils
 
 _ORDER = {stage: i for i, stage in enumerate((*TENSORS, *STAGES, *LAYER_STAGES))}
 _HEADERS = (
-    "recipe", "stage (format)", "runs", "headroom, bits", "overflow", "saturated", "flushed", "lost mass", "also",
+    "recipe", "stage (format)", "runs", "headroom, bits", "past the max", "flushed", "lost mass", "also",
     "worst at",
 )  # fmt: skip
 _SHOWN = (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH, HazardKind.NEAR_OVERFLOW)
@@ -25,8 +27,9 @@ Met = list[tuple[Hazard, Record]]
 def ledger(m: Material) -> Section:
     told = (
         "What the runs met, by stage; of implementations that did not fail. Headroom: log2(format's max ÷ largest"
-        " magnitude), 0 where an amax scale fills the format, below 0 past it. Shares are of the elements of the worst"
-        " run, lost mass of all probability. A stage that is not listed met nothing to tell."
+        " magnitude), 0 where an amax scale fills the format, below 0 past it. Past the max: overflowed or saturated."
+        " Shares are of the elements of the worst run, lost mass of all probability. A stage that is not listed met"
+        " nothing to tell."
     )
     blocks: list[Block] = [Paragraph(told)]
     for title, cases in (("real activations", m.real), ("hard cases", m.hard)):
@@ -63,11 +66,13 @@ def _row(stage: str, fmt: str, recipe: str, met: Met) -> list[Value | str]:
     worst, record = min(met, key=lambda e: (_bits(e[0]), -e[0].share))
     where = "" if worst.where is None else f" at b,h,i,j = {words.index(worst.where)}"
     place = f"{record.case}, {record.implementation}{where}"
-    lost = max((h.lost_mass for h, _ in met), default=0.0)
+    lost = figures.small_share(max((h.lost_mass for h, _ in met), default=0.0))
+    if any(h.kind is HazardKind.FLUSH and spoils(h) for h, _ in met):
+        lost = replace(lost, tone="bad")
     return [
         recipe, f"{stage} ({fmt})", Value(str(runs), runs), figures.bits(_bits(worst)),
-        *(_share(met, kind) for kind in (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH)),
-        figures.small_share(lost), ", ".join([*(["near overflow"] if near else []), *others]) or words.NONE, place,
+        _share(met, HazardKind.OVERFLOW, HazardKind.SATURATION), _share(met, HazardKind.FLUSH),
+        lost, ", ".join([*(["near overflow"] if near else []), *others]) or words.NONE, place,
     ]  # fmt: skip
 
 
@@ -75,8 +80,8 @@ def _bits(hazard: Hazard) -> float:
     return -math.inf if math.isnan(hazard.headroom_bits) else hazard.headroom_bits
 
 
-def _share(met: Met, kind: HazardKind) -> Value:
-    shares = [h.share for h, _ in met if h.kind is kind]
+def _share(met: Met, *kinds: HazardKind) -> Value:
+    shares = [h.share for h, _ in met if h.kind in kinds]
     value = figures.small_share(max(shares, default=0.0))
-    bad = kind is not HazardKind.FLUSH and any(shares)
-    return Value(value.text, value.sort, "bad") if bad else value
+    bad = HazardKind.FLUSH not in kinds and any(shares)
+    return replace(value, tone="bad") if bad else value
