@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from harness.evidence import Attribution
+from harness.evidence import Attribution, StageShare
 from harness.records import Status
 from harness.report import words
 from harness.report.plots import COLOURS, MARKERS
@@ -278,9 +278,9 @@ def _fill_legend(
     )  # fmt: skip
 
 
-def attribution(shown: Sequence[Attribution]) -> str:
+def attribution(shown: Sequence[tuple[Attribution, Sequence[StageShare]]]) -> str:
     """Bars by stage, a panel for each recipe."""
-    rows = max(len(a.stages) for a in shown)
+    rows = max(len(stages) for _, stages in shown)
     across = min(len(shown), PANELS)
     down = -(-len(shown) // across)
     with _drawing("attribution"):
@@ -288,20 +288,20 @@ def attribution(shown: Sequence[Attribution]) -> str:
         axes = figure.subplots(down, across, squeeze=False)
         for panel in axes.flat[len(shown) :]:
             panel.set_axis_off()
-        for panel, a in zip(axes.flat, shown, strict=False):
-            _bars(panel, a)
+        for panel, (a, stages) in zip(axes.flat, shown, strict=False):
+            _bars(panel, a, stages, rows)
         handles, labels = axes.flat[0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower left", ncols=2)
         return _svg(figure, "Where the error arises")
 
 
-def _bars(axes: Axes, a: Attribution) -> None:
+def _bars(axes: Axes, a: Attribution, stages: Sequence[StageShare], rows: int) -> None:
     from matplotlib.ticker import PercentFormatter
 
-    places = range(len(a.stages))
+    places = range(len(stages))
     for shift, name, values, look in (
-        (-0.2, "alone", [s.alone_share for s in a.stages], {"color": COLOURS[0]}),
-        (0.2, "without", [s.without_share for s in a.stages],
+        (-0.2, "alone", [s.alone_share for s in stages], {"color": COLOURS[0]}),
+        (0.2, "without", [s.without_share for s in stages],
          {"facecolor": PAPER, "edgecolor": COLOURS[1], "hatch": "////", "linewidth": 0.8}),
     ):  # fmt: skip
         drawn = [v if math.isfinite(v) else 0.0 for v in values]
@@ -312,10 +312,10 @@ def _bars(axes: Axes, a: Attribution) -> None:
             axes.annotate(
                 told, (at, p + shift), (3, 0), textcoords="offset points", va="center", fontsize=7, color=INK
             )
-    axes.set_yticks(list(places), [f"{words.clean(s.stage)}\n{words.clean(s.format)}" for s in a.stages])
+    axes.set_yticks(list(places), [f"{words.clean(s.stage)}\n{words.clean(s.format)}" for s in stages])
     axes.tick_params(axis="y", length=0, labelsize=8)
-    axes.invert_yaxis()
-    axes.margins(x=0.16)
+    axes.set_ylim(rows - 0.4, -0.6)
+    axes.margins(x=0.2)
     axes.axvline(0, color=INK, linewidth=0.6)
     axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
     axes.locator_params(axis="x", nbins=5)

@@ -4,19 +4,32 @@ from __future__ import annotations
 
 import math
 
-from harness.evidence import Attribution, Quality
+from harness.evidence import Attribution, Quality, StageShare
 from harness.report import words
 from harness.report.review import charts, figures
-from harness.report.review.blocks import Block, Bullets, Chart, Commands, Paragraph, Section, Value, table
+from harness.report.review.blocks import Block, Chart, Commands, Paragraph, Section, Value, table
 from harness.report.review.material import Material
 
+LEAST = 1e-3  # a share below it shares a row with others
+BARS = 6
 
-def _missing(m: Material, what: str, recipes: list[str], more: str = "") -> tuple[Block, ...]:
-    line = words.command_line(
-        ["python", "-m", "harness", "evidence", "--recipes", ",".join(map(words.clean, recipes)), "--out"]
-    )
-    told = f"{what} was not measured for {', '.join(recipes)}{more}. This measures it; give its file as --evidence:"
-    return (Commands(told, (f"{line} evidence.jsonl",)),)
+
+def _missing(what: str, recipes: list[str], *options: str) -> tuple[Block, ...]:
+    named = ",".join(map(words.clean, recipes))
+    line = [
+        "python",
+        "-m",
+        "harness",
+        "evidence",
+        "--recipes",
+        named,
+        *options,
+        "--keep",
+        "--out",
+        "evidence.jsonl",
+    ]
+    told = f"{what} was not measured for {', '.join(recipes)}. This measures it; give its file as --evidence:"
+    return (Commands(told, (words.command_line(line),)),)
 
 
 def attribution(m: Material) -> Section:
@@ -26,20 +39,29 @@ def attribution(m: Material) -> Section:
     if m.attributions:
         told = (
             "alone: the squared error of one rounding, all others exact, ÷ the recipe's. without: the part of the"
-            " recipe's squared error that goes when this rounding alone is exact. The bars show, for each recipe, the"
-            " case with the largest error."
+            " recipe's squared error that goes when this rounding alone is exact. The bars show, for each recipe, its"
+            f" largest stages on the case with the largest error. Stages below {LEAST:.1%} share a row of the table."
         )
-        shown = largest(m)
+        shown = [(a, _leading(a)) for a in largest(m)]
         rows = [row for a in m.attributions for row in _stages(a)]
         headers = ("case", "recipe", "stage", "format", "alone rel_l2", "alone", "without rel_l2", "without")
         detail = table("Attribution by stage", headers, rows, right=(4, 5, 6, 7))
         blocks.append(Chart("attribution", title, told, lambda: charts.attribution(shown), detail))
         blocks.append(_whole(m))
-        said = dict.fromkeys(f"{a.recipe} on {a.case}: {a.statement}" for a in m.attributions)
-        blocks.append(Bullets(tuple(said)))
     if missing:
-        blocks += _missing(m, "The share of each stage", missing)
+        blocks += _missing("The share of each stage", missing)
     return Section("attribution", title, tuple(blocks))
+
+
+def _leading(a: Attribution) -> tuple[StageShare, ...]:
+    """Its largest stages, in the order numbers meet them."""
+    ranked = sorted(a.stages, key=lambda s: -_size(s))[:BARS]
+    kept = [s for s in ranked if _size(s) >= 10 * LEAST] or ranked[:1]
+    return tuple(s for s in a.stages if s in kept)
+
+
+def _size(s: StageShare) -> float:
+    return max((abs(x) for x in (s.alone_share, s.without_share) if not math.isnan(x)), default=math.inf)
 
 
 def largest(m: Material) -> tuple[Attribution, ...]:
@@ -53,13 +75,19 @@ def largest(m: Material) -> tuple[Attribution, ...]:
 
 
 def _stages(a: Attribution) -> list[list[Value | str]]:
-    return [
+    rows: list[list[Value | str]] = [
         [
             a.case, a.recipe, s.stage, s.format, figures.error(s.alone_rel_l2), figures.share(s.alone_share),
             figures.error(s.without_rel_l2), figures.share(s.without_share),
         ]
         for s in a.stages
+        if _size(s) >= LEAST
     ]  # fmt: skip
+    rest = [s for s in a.stages if _size(s) < LEAST]
+    if rest:
+        alone = sum(s.alone_share for s in rest)
+        rows.append([a.case, a.recipe, f"{len(rest)} others", "", "", figures.small_share(alone), "", ""])
+    return rows
 
 
 def _whole(m: Material) -> Block:
@@ -69,16 +97,17 @@ def _whole(m: Material) -> Block:
         left = a.best_rel_l2 / a.rel_l2 if a.rel_l2 > 0 else math.nan
         rows.append(
             [
-                a.case, a.implementation, a.recipe, figures.error(a.rel_l2), figures.error(a.left_rel_l2),
-                figures.share(a.sum_of_shares), "yes" if a.additive else Value("no", None, "fair"), a.best,
-                figures.error(a.best_rel_l2), figures.share(1 - left), Value(str(a.seeds), a.seeds),
+                a.case, a.recipe, figures.error(a.rel_l2), a.best, figures.error(a.best_rel_l2),
+                figures.signed_share(left - 1, 0), figures.error(a.left_rel_l2), figures.share(a.sum_of_shares, 0),
+                "yes" if a.additive else Value("no", None, "fair"),
+                f"{a.statement} ({a.implementation}, {words.many(a.seeds, 'seed')})",
             ]
         )  # fmt: skip
     headers = (
-        "case", "implementation", "recipe", "rel_l2", "all exact", "sum of shares", "adds up", "best to widen",
-        "rel_l2 then", "less", "seeds",
+        "case", "recipe", "rel_l2", "best to widen", "rel_l2 then", "change", "all exact", "sum of shares", "adds up",
+        "what that says",
     )  # fmt: skip
-    return table("What if one stage had higher precision", headers, rows, right=(3, 4, 5, 8, 9, 10))
+    return table("What if one stage had higher precision", headers, rows, right=(2, 4, 5, 6, 7))
 
 
 def quality(m: Material) -> Section:
@@ -99,8 +128,7 @@ def quality(m: Material) -> Section:
             table("Quality of a model, by recipe", headers, rows, right=(2, *range(4, 10))),
         ]
     if missing:
-        more = " (needs the extra capture)"
-        blocks += _missing(m, "The quality of a model", missing, more)
+        blocks += _missing("The quality of a model (extra capture)", missing, "--quality", "--no-attribution")
     return Section("quality", title, tuple(blocks))
 
 
