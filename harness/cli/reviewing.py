@@ -15,6 +15,7 @@ from harness.cli.group import cli
 from harness.deviations import load_deviations
 from harness.deviations import review as sorted_by
 from harness.evidence import Evidence, read_evidence
+from harness.optional import MissingExtra
 from harness.recipe import RECIPES, Recipe, load_recipe
 from harness.records import Record, iter_records
 
@@ -58,7 +59,10 @@ def review(
     from harness.cost.settings import settings
     from harness.report.review import MARKDOWN, PAGE, REAL, Asked, check_extra, write_review
 
-    check_extra()
+    try:
+        check_extra()
+    except MissingExtra as error:
+        raise ValueError(str(error)) from None
     named, defined = _definitions(recipes)
     setting = settings({name: value for name, value in given.items() if value is not None})
     for path in (records, *found):

@@ -11,6 +11,8 @@ from harness.report.review.blocks import Block, Chart, Paragraph, Section, Table
 from harness.report.review.material import Material
 from harness.report.review.series import FEWEST, Ladder, Step, Sweep, ladder, sweeps
 
+_REASON = 200  # characters
+
 
 def length(m: Material) -> Section:
     found = sweeps(m)
@@ -51,8 +53,8 @@ def amplitude(m: Material) -> Section:
         )
     told = (
         "Scores grow from left to right; a cell is the total rel_l2 of implementations that did not fail. BREAKS:"
-        " precision FAIL with every implementation; ?: so coarse that nothing can be expected. Softmax without max"
-        " subtraction breaks earlier: the heat map shows it."
+        " precision FAIL with every implementation; ?: so coarse that nothing can be expected. An implementation"
+        " that breaks earlier by its own doing is seen in the heat map."
     )
     chart = Chart(
         "ladder", title, told, lambda: charts.ladder(found, m.asked.recipes), _ladder_table(m, found)
@@ -84,24 +86,24 @@ def _step_value(step: Step | None) -> Value | str:
 
 
 def _breaks(m: Material, found: Ladder) -> Table:
-    """For each recipe the last rung it stands on, and the first it breaks on with the reason."""
+    """For each recipe the last rung it stands on, its largest error there, and the first it breaks on."""
     rows: list[list[Value | str]] = []
     for recipe in m.asked.recipes:
         steps = [(rung, s) for rung in found.rungs if (s := found.steps.get((rung.case, recipe)))]
-        held = [rung for rung, s in steps if s.status is Status.PASS]
+        held = [(rung, s) for rung, s in steps if s.status is Status.PASS]
         broken = [(rung, s) for rung, s in steps if s.status is Status.FAIL]
-        last = Value(charts.amplitude(held[-1].peak), held[-1].peak) if held else Value(words.NONE)
-        if not broken:
-            rows.append([recipe, last, Value("does not break here"), ""])
-            continue
-        rung, step = broken[0]
-        rows.append(
-            [
-                recipe,
-                last,
-                Value(f"{charts.amplitude(rung.peak)} ({rung.case})", rung.peak, "bad"),
-                words.clip(step.reason, 200),
-            ]
-        )
-    headers = ("recipe", "largest |s| it holds", "smallest |s| that breaks it", "how")
-    return table("Where each recipe breaks", headers, rows, right=(1,))
+        peak = held[-1][0].peak if held else math.nan
+        worst = max((s.error for _, s in held if not math.isnan(s.error)), default=math.nan)
+        row: list[Value | str] = [
+            recipe,
+            Value(words.NONE) if math.isnan(peak) else Value(charts.amplitude(peak), peak),
+            figures.error(worst),
+        ]
+        if broken:
+            rung, step = broken[0]
+            at = Value(f"{charts.amplitude(rung.peak)} ({rung.case})", rung.peak, "bad")
+            rows.append([*row, at, words.clip(step.reason, _REASON)])
+        elif steps:
+            rows.append([*row, "none of these", ""])
+    headers = ("recipe", "largest |s| it holds", "largest error there", "smallest |s| that breaks it", "how")
+    return table("Where each recipe breaks", headers, rows, right=(1, 2))
