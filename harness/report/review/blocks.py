@@ -40,7 +40,10 @@ class Heading:
 
 @dataclass(frozen=True)
 class Bullets:
+    """`folded`: the line that opens them, "" where they stand open."""
+
     items: tuple[str, ...]
+    folded: str = ""
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,8 @@ def _block(b: Block) -> str:
         case Heading():
             return f"### {escape(b.text)}"
         case Bullets():
-            return "\n".join(f"* {escape(item)}" for item in b.items)
+            items = "\n".join(f"* {escape(item)}" for item in b.items)
+            return f"{escape(b.folded)}:\n\n{items}" if b.folded else items
         case Commands():
             return f"{escape(b.told)}\n\n{code_block(chr(10).join(b.lines))}"
         case Table():

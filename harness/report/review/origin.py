@@ -7,7 +7,7 @@ import math
 from harness.evidence import Attribution, Quality, StageShare
 from harness.report import words
 from harness.report.review import charts, figures
-from harness.report.review.blocks import Block, Chart, Commands, Paragraph, Section, Value, table
+from harness.report.review.blocks import Block, Bullets, Chart, Commands, Paragraph, Section, Value, table
 from harness.report.review.material import Material
 
 LEAST = 1e-3  # a share below it shares a row with others
@@ -47,7 +47,11 @@ def attribution(m: Material) -> Section:
         headers = ("case", "recipe", "stage", "format", "alone rel_l2", "alone", "without rel_l2", "without")
         detail = table("Attribution by stage", headers, rows, right=(4, 5, 6, 7))
         blocks.append(Chart("attribution", title, told, lambda: charts.attribution(shown), detail))
-        blocks.append(_whole(m))
+        said = tuple(
+            f"{a.recipe} on {a.case}, {a.implementation}, {words.many(a.seeds, 'seed')}: {a.statement}"
+            for a in m.attributions
+        )
+        blocks += [_whole(m), Bullets(said, "Whether the shares add up, of each")]
     if missing:
         blocks += _missing("The share of each stage", missing)
     return Section("attribution", title, tuple(blocks))
@@ -100,12 +104,10 @@ def _whole(m: Material) -> Block:
                 a.case, a.recipe, figures.error(a.rel_l2), a.best, figures.error(a.best_rel_l2),
                 figures.signed_share(left - 1, 0), figures.error(a.left_rel_l2), figures.share(a.sum_of_shares, 0),
                 "yes" if a.additive else Value("no", None, "fair"),
-                f"{a.statement} ({a.implementation}, {words.many(a.seeds, 'seed')})",
             ]
         )  # fmt: skip
     headers = (
         "case", "recipe", "rel_l2", "best to widen", "rel_l2 then", "change", "all exact", "sum of shares", "adds up",
-        "what that says",
     )  # fmt: skip
     return table("What if one stage had higher precision", headers, rows, right=(2, 4, 5, 6, 7))
 
