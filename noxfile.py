@@ -20,6 +20,7 @@ if not (3, 11) <= sys.version_info[:2] <= (3, 13):  # before any import or synta
     )
     sys.exit(2)
 
+import argparse
 import contextlib
 import hashlib
 import os
@@ -215,6 +216,13 @@ def _exit_code(nox_code: int | str | None) -> int | str | None:
     return USAGE if nox_code == 3 else nox_code  # nox's 3 is an unknown session or an empty selection
 
 
+# Real layers and hard cases, a ladder of amplitudes, and lengths: about a minute on two cores.
+REVIEWED = (
+    "real/*", "normal/*", "magnitude/*", "outliers/*", "peaked/*", "sinks/*", "negative/*", "ties/*",
+    *(f"shapes/n{n}" for n in (16, 32, 64, 128, 256, 512, 1024, 2048)),
+)  # fmt: skip
+
+
 # --- the sessions -------------------------------------------------------------------------------------------
 
 
@@ -240,6 +248,24 @@ def report(session: nox.Session) -> None:
 def sample(session: nox.Session) -> None:
     """Write reports/sample and docs/schema again (-- --run: its records too): `python -m benchmarks.sample`."""
     _run(session, _harness_code, "-m", "benchmarks.sample", *session.posargs)
+
+
+@nox.session(venv_backend="none", requires=["env"])
+def review(session: nox.Session) -> None:
+    """Measure what reviewers sign, and write it (-- --recipes A,B --quality --out DIR; the rest goes to `review`)."""
+    asked = argparse.ArgumentParser(prog="review", add_help=False, allow_abbrev=False)
+    asked.add_argument("-r", "--recipes", "--recipe", default="bf16,fp8_e4m3,fp8_kv")
+    asked.add_argument("--out", default="reports/review")
+    asked.add_argument("--quality", action="store_true")
+    given, rest = asked.parse_known_args(session.posargs)
+    recipes, records = ("--recipes", given.recipes), f"{given.out}/records.jsonl"
+    files = ",".join(dict.fromkeys(glob.partition("/")[0] for glob in REVIEWED))
+    cases = ("--cases", files, "--only", ",".join(REVIEWED))
+    runs = [("run", *cases, *recipes, "--no-report", "--out", given.out)]
+    found = ("--evidence", f"{given.out}/evidence.jsonl")
+    runs.append(("evidence", *recipes, "--out", found[1], "--quality" if given.quality else "--no-quality"))
+    runs.append(("review", records, *recipes, *found, "--out", given.out, *rest))
+    _run_all(session, *((_harness_code, ("-m", "harness", *run)) for run in runs))
 
 
 @nox.session(venv_backend="none", requires=["env"])

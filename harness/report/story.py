@@ -158,10 +158,11 @@ def _next(r: Record) -> Iterator[str]:
     if r.precision is Status.FAIL:
         yield "the recipe costs too much on these inputs, whatever the kernel: widen the stage named above finer"
     yield "run it again:"
-    yield from words.command_lines(_again(r), _WIDTH, "  ")
+    yield from words.command_lines(again(r), _WIDTH, "  ")
 
 
-def _again(r: Record) -> Sequence[str]:
+def again(r: Record) -> Sequence[str]:
+    """Words, unquoted, that run a record's cell again."""
     if r.group == "file":
         return ("python", "-m", "harness", "judge", r.source)
     if r.group == "test":

@@ -227,11 +227,11 @@ def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
         kernel=pool(r.errors for r in records),
         ratio=pool_ratio(records),
         labels=frozenset(_label(r, known) for r in records),
-        flagged=any(_spoils(h) for r in records for h in r.hazards),
+        flagged=any(spoils(h) for r in records for h in r.hazards),
     )
 
 
-def _spoils(hazard: Hazard) -> bool:
+def spoils(hazard: Hazard) -> bool:
     """Observed, and of a kind in FLAGGED, or a flush that lost more of P's mass than rounding it may."""
     lost = hazard.kind is HazardKind.FLUSH and hazard.lost_mass > get_format(hazard.format).unit_roundoff
     return hazard.source == "observed" and (hazard.kind in FLAGGED or lost)
