@@ -16,6 +16,7 @@ from pathlib import Path
 from harness.records import Record, Status
 
 _FAILING = (Status.FAIL, Status.ERROR)
+_NOTICE = datetime.timedelta(days=30)
 _FIELDS = ("implementation", "case", "recipe", "status", "reason", "link", "expires")
 
 
@@ -51,12 +52,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Review:
-    """Records split by the deviations: `known` failures, `unexpected` ones, and entries that need attention."""
+    """Records split by the deviations: `known` failures, `unexpected` ones, and entries that need attention; `expiring`
+    ones will within 30 days."""
 
     known: tuple[tuple[Record, Deviation], ...]
     unexpected: tuple[Record, ...]
     unmatched: tuple[Deviation, ...]
     expired: tuple[Deviation, ...]
+    expiring: tuple[Deviation, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -116,4 +119,6 @@ def review(records: Iterable[Record], deviations: Iterable[Deviation], today: da
     cells = {Deviation._cell(r) for r in records}
     covered = [d for d in deviations if any(d.covers(*cell) for cell in cells)]
     unmatched = tuple(d for d in covered if d in active and d not in used)
-    return Review(tuple(known), tuple(unexpected), unmatched, tuple(d for d in covered if d not in active))
+    expired = tuple(d for d in covered if d not in active)
+    expiring = tuple(d for d in covered if d in active and d.expires < today + _NOTICE)
+    return Review(tuple(known), tuple(unexpected), unmatched, expired, expiring)

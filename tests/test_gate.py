@@ -16,8 +16,7 @@ from record_factory import MACHINE, OVERFLOW, SCALE_OFF, errors, grid, margins, 
 
 from harness.case import load_cases
 from harness.formats import get_format
-from harness.gate import Outcome, compare, make_baseline, read_baseline, scope
-from harness.gate.baseline import pool_records
+from harness.gate import Outcome, compare, make_baseline, pool_records, read_baseline, scope
 from harness.records import HazardKind, Record, Status
 
 U_BF16 = get_format("bf16").unit_roundoff
@@ -36,7 +35,7 @@ def test_baseline_reads_back_and_an_unchanged_run_passes(tmp_path: Path) -> None
     path = tmp_path / "baseline.jsonl"
     path.write_text(make_baseline(records), encoding="utf-8")
     assert read_baseline(path) == pool_records(records)
-    outcome = compare(records, read_baseline(path))
+    outcome = compare(records, read_baseline(path).cells)
     assert outcome == Outcome(8, 8, (), (), (), (), ())
     assert (outcome.exit_code, outcome.text) == (
         0,
@@ -86,7 +85,7 @@ def test_baseline_holds_non_finite_figures_as_strict_json(tmp_path: Path) -> Non
     assert '"nan"' in text
     assert '"inf"' in text
     (tmp_path / "b").write_text(text, encoding="utf-8")
-    assert compare(records, read_baseline(tmp_path / "b")).exit_code == 0
+    assert compare(records, read_baseline(tmp_path / "b").cells).exit_code == 0
 
 
 def test_baseline_of_nothing_is_refused() -> None:
@@ -339,7 +338,7 @@ def test_lower_error_is_an_improvement_unless_something_got_worse() -> None:
 def test_hostile_names_keep_every_regression_on_one_line(tmp_path: Path) -> None:
     name = "g/a\n| <b> \x1b[31m\u2028x"
     (tmp_path / "b").write_text(make_baseline([record(name), record("g/z")]), encoding="utf-8")
-    outcome = compare([record(name, status=Status.FAIL)], read_baseline(tmp_path / "b"))
+    outcome = compare([record(name, status=Status.FAIL)], read_baseline(tmp_path / "b").cells)
     assert len(outcome.text.splitlines()) == 3
     assert all(line.isprintable() for line in outcome.text.splitlines())
 
@@ -398,7 +397,7 @@ def test_unchanged_records_never_alarm(
     ]
     path = tmp_path_factory.mktemp("gate") / "b.jsonl"
     path.write_text(make_baseline(records), encoding="utf-8")
-    outcome = compare(records, read_baseline(path))
+    outcome = compare(records, read_baseline(path).cells)
     assert (outcome.regressions, outcome.improvements, outcome.notes) == ((), (), ())
 
 
