@@ -5,8 +5,9 @@
 runs `harness run` on the smoke cases with two implementations and two recipes (8 units, 32 records), sends it SIGKILL,
 reads what it left, and runs it again with `--resume`. A fifth of the kills come at a random time of the first moments,
 before anything is recorded or while it is; the others a random instant after the file has reached a random size. Every
-fifth run has two worker processes. The command line runs in a process forked from one that has loaded torch, which saves
-seconds a run and changes nothing that is written. A kill is a line of `--state`; a study that was stopped goes on there.
+fifth run has two worker processes. The command line runs in a process forked from one that has loaded torch, which
+saves seconds a run and changes nothing that is written. A kill is a line of `--state`; a study that was stopped goes on
+there.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CHOSEN = ("--cases", "smoke", "-i", "naive_masked,online_softmax", "-r", "bf16,fp8_e4m3")
 LIMIT_S = 120.0
 
-# One line of stdin starts the command line in a forked child; "kill" kills it, "wait" waits for it. (Only its parent can
-# kill without the risk of meeting another process of that number.)
+# One line of stdin starts the command line in a forked child; "kill" kills it, "wait" waits for it. (Only its parent
+# can kill without the risk of meeting another process of that number.)
 _SERVER = """
 import json, os, signal, sys
 import harness.cli, harness.cli.commands, harness.journal
@@ -93,9 +94,9 @@ class Server:
 
 @dataclass(frozen=True)
 class Kill:
-    """One kill and what came of it. `kept`: lines that the resumed run left as they were, byte for byte, timings as well;
-    `ran`: records that it made; `partial`: whole lines of a unit that was cut, which ran again; `stray`: other files left
-    beside the records. `problem` is empty where everything held."""
+    """One kill and what came of it. `kept`: lines that the resumed run left as they were, byte for byte, timings as
+    well; `ran`: records that it made; `partial`: whole lines of a unit that was cut, which ran again; `stray`: other
+    files left beside the records. `problem` is empty where everything held."""
 
     n: int
     point: str

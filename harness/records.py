@@ -379,6 +379,13 @@ def iter_records(path: Path | str) -> Iterator[Record]:
         yield record
 
 
+def why_empty(path: Path | str) -> str:
+    """What to say of a file that gave no records."""
+    if Path(path).read_bytes().strip():
+        return f"{path} holds no whole record: its only line was cut off, as a run that is killed leaves it"
+    return f"{path} holds no records"
+
+
 def _check_schema(line: str, where: str) -> None:
     try:
         schema = json.loads(line).get("schema", "")

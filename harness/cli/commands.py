@@ -62,7 +62,11 @@ def _what(e: registry.Entry) -> str:
 @cli.command(short_help="Run implementations × recipes on cases, and report.")
 @filters
 @click.option("--out", type=FOLDER, default=LATEST, show_default=True, help="Where records and report go.")
-@click.option("--resume", is_flag=True, help="Go on with a run that was killed: keep its records in --out.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with a run that was killed: keep its records in --out, of what is selected now.",
+)
 @click.option("--report/--no-report", "reported", default=True, help="Print the report at the end.")
 def run(out: Path, resume: bool, reported: bool, **chosen: Any) -> int:
     """Run implementations × recipes on cases, record every cell, and report.

@@ -32,7 +32,7 @@ from harness.gate import (
     scope,
 )
 from harness.gate.scope import ALL, Selected
-from harness.records import Record, read_records
+from harness.records import Record, read_records, why_empty
 
 BASELINES = Path("reports/baselines")
 PLACE = click.Path(path_type=Path)
@@ -72,7 +72,10 @@ def gate(stored: Path | None, baseline: Path, update: bool, reason: str | None, 
     if stored is None:
         records = run_cells(LATEST.with_name("gate") / RECORDS, selection, False)
     else:
-        records = [r for r in read_records(stored) if selected(r.group_key)]
+        read = read_records(stored)
+        if not read:
+            return nothing_ran(why_empty(stored))
+        records = [r for r in read if selected(r.group_key)]
     if not records:
         return nothing_ran("" if stored is None else f"{stored} holds no selected records")
     if update:

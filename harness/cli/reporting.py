@@ -15,7 +15,7 @@ from harness.cli.exits import FAILURE, nothing_ran
 from harness.cli.selection import SEEDS
 from harness.deviations import Review, load_deviations, review
 from harness.recipe import DEFAULT_RECIPES
-from harness.records import Record, Status
+from harness.records import Record, Status, why_empty
 
 
 def report_records(records: list[Record], out: Path, shown: bool = True, source: Path | None = None) -> int:
@@ -23,7 +23,7 @@ def report_records(records: list[Record], out: Path, shown: bool = True, source:
     from harness.report import latest, to_text, write_report
 
     if not records:
-        return nothing_ran("" if source is None else f"{source} holds no records")
+        return nothing_ran("" if source is None else why_empty(source))
     gc.freeze()  # or every collection walks through all records again
     reviewed = _reviewed(latest(records))
     made = write_report(records, reviewed, out)

@@ -10,8 +10,8 @@ A cell has regressed when
 
 The paired test needs pairs: the same class of machine, inputs and recipe, and a baseline with rmse by seed (schema
 1.2). Elsewhere error ÷ expected, which has no unit, takes the place of rmse in rule 2, pooled over seeds: it may not
-exceed hypot(1.10·old, floor). Why 1.10: the same code differs by up to 3 % between instruction sets, and in FP32 by up to 8 %
-in a single seed with another library's products (`reports/gate-study.md`). `gate.drift` explains the floor.
+exceed hypot(1.10·old, floor). Why 1.10: the same code differs by up to 3 % between instruction sets, and in FP32 by up
+to 8 % in a single seed with another library's products (`reports/gate-study.md`). `gate.drift` explains the floor.
 """
 
 from __future__ import annotations
