@@ -19,6 +19,7 @@ from harness.records import Record, Status
 _FAILING = (Status.FAIL, Status.ERROR)
 Cell = tuple[str, str, str]
 _cell: Callable[[Record], Cell] = attrgetter("implementation", "case", "recipe")
+_NOTICE = datetime.timedelta(days=30)
 _FIELDS = ("implementation", "case", "recipe", "status", "reason", "link", "expires")
 
 
@@ -47,12 +48,14 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Review:
-    """Records split by the deviations: `known` failures, `unexpected` ones, and entries that need attention."""
+    """Records split by the deviations: `known` failures, `unexpected` ones, and entries that need attention; `expiring`
+    ones will within 30 days."""
 
     known: tuple[tuple[Record, Deviation], ...]
     unexpected: tuple[Record, ...]
     unmatched: tuple[Deviation, ...]
     expired: tuple[Deviation, ...]
+    expiring: tuple[Deviation, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -113,7 +116,9 @@ def review(records: Iterable[Record], deviations: Iterable[Deviation], today: da
     met = {d for found in covering.values() for d in found}
     covered = [d for d in deviations if d in met]
     unmatched = tuple(d for d in covered if d in active and d not in used)
-    return Review(tuple(known), tuple(unexpected), unmatched, tuple(d for d in covered if d not in active))
+    expired = tuple(d for d in covered if d not in active)
+    expiring = tuple(d for d in covered if d in active and d.expires < today + _NOTICE)
+    return Review(tuple(known), tuple(unexpected), unmatched, expired, expiring)
 
 
 def _covering(cells: Iterable[Cell], deviations: Sequence[Deviation]) -> dict[Cell, tuple[Deviation, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import active_children, get_context, parent_process
@@ -20,18 +20,27 @@ from harness.records import Record, read_records, to_json, write_records
 
 
 def record(
-    path: Path, units: Sequence[Unit], jobs: int, resume: bool, say: Callable[[str], None] = lambda _: None
+    path: Path, units: Sequence[Unit], jobs: int, resume: bool, tell: Callable[[str], None] | None = None
 ) -> Iterator[tuple[Unit, list[Record]]]:
     """Run the units, append each one's records to `path`, and yield them.
 
     With `resume`, records of `path` that belong to these units are kept, and yielded, and units that are complete are
-    not run again; records of other units go, and `say` is told of them. Otherwise the file starts anew. Lines are
-    flushed to disk unit by unit: a killed run leaves whole records, and at most one cut line at the end, which resuming
-    drops. Until the first unit is done an earlier file stays as it was: a run that cannot start loses nothing.
+    not run again; records of other units go, and `tell` is given a line that counts them. Otherwise the file starts
+    anew. Lines are flushed to disk unit by unit: a killed run leaves whole records, and at most one cut line at the
+    end, which resuming drops. Until the first unit is done an earlier file stays as it was: a run that cannot start
+    loses nothing.
 
     Raises ValueError for a damaged file, BrokenExecutor when a worker process dies.
     """
-    done = _kept(path, units, say) if resume else {}
+    done, dropped = _kept(path, units) if resume else ({}, "")
+    if dropped and tell is not None:
+        tell(dropped)
+    return _recorded(path, units, jobs, done)
+
+
+def _recorded(
+    path: Path, units: Sequence[Unit], jobs: int, done: Mapping[tuple[str, int], list[Record]]
+) -> Iterator[tuple[Unit, list[Record]]]:
     kept = [r for unit in units for r in done.get((unit.case.id, unit.seed), [])]
     left = [u for u in units if (u.case.id, u.seed) not in done]
     if not left:
@@ -70,12 +79,10 @@ def _results(units: Sequence[Unit], pool: ProcessPoolExecutor | None) -> Iterato
         yield unit, future.result()
 
 
-def _kept(
-    path: Path, units: Sequence[Unit], say: Callable[[str], None]
-) -> dict[tuple[str, int], list[Record]]:
-    """Records of the units that `path` holds completely."""
+def _kept(path: Path, units: Sequence[Unit]) -> tuple[dict[tuple[str, int], list[Record]], str]:
+    """Records of the units that `path` holds completely, and a line on those that go, if any do."""
     if not path.exists():
-        return {}
+        return {}, ""
     by_unit: dict[tuple[str, int], dict[tuple[str, str, str, int], Record]] = {}
     for r in read_records(path):
         by_unit.setdefault((r.case, r.seed), {})[r.key] = r
@@ -85,13 +92,21 @@ def _kept(
         wanted = unit.keys
         if wanted <= found.keys() and all(_belongs(found[key], unit) for key in wanted):
             kept[unit.case.id, unit.seed] = [r for key, r in found.items() if key in wanted]
-    held, stay = (sum(map(len, x)) for x in (by_unit.values(), kept.values()))
-    if held > stay:
-        say(
-            f"--resume keeps {stay} of the {held} records in {path}: the others are not of this run's cells, or were"
-            " made by other versions, and go with its first new records; the same filters as before keep them"
-        )
-    return kept
+    return kept, _dropped(path, by_unit.values(), units, sum(map(len, kept.values())))
+
+
+def _dropped(
+    path: Path, found: Iterable[Mapping[tuple[str, str, str, int], Record]], units: Sequence[Unit], kept: int
+) -> str:
+    keys = {key for of_unit in found for key in of_unit}
+    other = len(keys - {key for unit in units for key in unit.keys})
+    again = len(keys) - other - kept
+    parts = (
+        (other, "are not of this selection and go"),
+        (again, "are of units that were cut off, or of other code or another machine, and run again"),
+    )
+    told = "; ".join(f"{n} {what}" for n, what in parts if n)
+    return f"of {len(keys)} records in {path}, {told}" if told else ""
 
 
 def _belongs(r: Record, unit: Unit) -> bool:

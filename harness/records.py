@@ -365,12 +365,6 @@ def read_records(path: Path | str) -> list[Record]:
         return list(iter_records(path))
 
 
-def is_cut(path: Path | str) -> bool:
-    """Whether all that a file of records holds is the start of one, which a killed run leaves."""
-    text = Path(path).read_bytes()
-    return bool(text.strip()) and b"\n" not in text
-
-
 def iter_records(path: Path | str) -> Iterator[Record]:
     """`read_records`, one at a time."""
     from pydantic import ValidationError
@@ -407,6 +401,13 @@ def _check_text(line: bytes, path: Path | str) -> None:
         line.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} holds no records: it is not UTF-8 ({error.reason})") from None
+
+
+def why_empty(path: Path | str) -> str:
+    """What to say of a file that gave no records."""
+    if Path(path).read_bytes().strip():
+        return f"{path} holds no whole record: its only line was cut off, as a run that is killed leaves it"
+    return f"{path} holds no records"
 
 
 def _check_schema(line: bytes, where: str) -> None:

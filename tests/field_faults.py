@@ -18,7 +18,7 @@ from harness.attention.invariance import invariance
 from harness.case import Case
 from harness.cell import Unit, run_unit
 from harness.error_model import BLACK_BOX, form_of
-from harness.gate.baseline import pool_records
+from harness.gate import pool_records
 from harness.gate.rules import compare
 from harness.hazards import RangeLedger
 from harness.inputs import make_inputs

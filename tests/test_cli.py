@@ -17,6 +17,7 @@ import pytest
 from record_factory import errors, record, refused
 
 from harness.cli import main, progress
+from harness.gate import read_baseline
 from harness.records import Status, read_records, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -134,7 +135,9 @@ MISTAKES = [
     (["report", "binary.jsonl"], "binary.jsonl", "UTF-8"),
     (["report", "--throughput", "missing.json"], "missing.json", "No such file"),
     (["report", "--throughput", "bad.toml"], "bad.toml", "not JSON"),
-    (["gate"], "smoke.jsonl", "--update"),
+    (["gate"], "no baseline in reports", "--update"),
+    (["gate", "--baseline", "none.jsonl"], "none.jsonl", "--update"),
+    (["gate", "--reason", "why"], "--reason", "--update"),
     (["gate", "--update", "--records", "missing.jsonl"], "missing.jsonl does not exist", "harness run"),
     (["gate", "--baseline", "damaged.jsonl"], "damaged.jsonl, line 1", "--update"),
     (["cost"], "no model", "--list"),
@@ -306,6 +309,10 @@ def test_empty_records_report_that_nothing_ran(call: Call, tmp_path: Path) -> No
     done = call("report", "r.jsonl")
     assert done.code == 3
     assert done.err == "nothing ran: r.jsonl holds no records\n"
+    (tmp_path / "r.jsonl").write_text('{"case":"smoke/no')
+    done = call("report", "r.jsonl")
+    assert done.code == 3
+    assert done.err.startswith("nothing ran: r.jsonl holds no whole record: its only line was cut off")
     assert [p.name for p in tmp_path.iterdir()] == ["r.jsonl"]
 
 
@@ -344,15 +351,21 @@ def test_gate_passes_what_it_stored_and_names_a_regression(call: Call, tmp_path:
     assert call("gate", "--records", "r", "--baseline", "b/base.jsonl").code == 2
     done = call("gate", "--records", "r", "--baseline", "b/base.jsonl", "--update")
     assert (done.code, done.out) == (0, f"{Path('b/base.jsonl')}: written from 2 records\n")
+    assert "the first baseline" in read_baseline(Path("b/base.jsonl")).history[0].reason
     assert call("gate", "--records", "r", "--baseline", "b/base.jsonl").code == 0
     write_records(tmp_path / "worse", [record(errors=errors(rmse=0.5, rel_l2=0.5)), record(recipe="fp32")])
     done = call("gate", "--records", "worse", "--baseline", "b/base.jsonl")
     assert done.code == 1
     assert [x for x in done.out.splitlines() if "REGRESSION" in x and "smoke/tiny · naive_masked · bf16" in x]
     write_records(tmp_path / "empty", [])
-    for option in ((), ("--update",)):
+    (tmp_path / "cut").write_text('{"case":"smoke/tiny","gr')
+    for option in ((), ("--update", "--reason", "x")):
         done = call("gate", "--records", "empty", "--baseline", "b/base.jsonl", *option)
-        assert (done.code, done.err) == (3, "nothing ran: empty holds no selected records\n")
+        assert (done.code, done.err) == (3, "nothing ran: empty holds no records\n")
+        done = call("gate", "--records", "cut", "--baseline", "b/base.jsonl", *option)
+        assert (done.code, "its only line was cut off" in done.err) == (3, True)
+        done = call("gate", "--records", "r", "--baseline", "b/base.jsonl", "--only", "x/*", *option)
+        assert (done.code, "r holds no selected records" in done.err) == (3, True)
 
 
 def test_gate_compares_what_the_filters_select_and_notes_the_rest(call: Call, tmp_path: Path) -> None:
@@ -378,10 +391,17 @@ def test_records_that_stand_twice_in_a_file_count_once(call: Call, tmp_path: Pat
 
 def test_gate_runs_the_smoke_cases_when_no_records_are_given(call: Call, tmp_path: Path) -> None:
     assert call("gate", "--update", *QUICK[2:]).code == 0
-    assert (tmp_path / "reports/baselines/smoke.jsonl").is_file()
+    (path,) = (tmp_path / "reports/baselines").iterdir()
+    held = read_baseline(path)
+    assert path.stem == held.machine_class
+    done = call("gate", "--update", *QUICK[2:])
+    assert done.code == 2
+    assert "--reason" in done.err
+    assert read_baseline(path) == held
     done = call("gate", *QUICK[2:])
     assert done.code == 0, done
     assert "no regression; 1 cells" in done.out
+    assert "note: rmse moved" not in done.out  # the same bits
 
 
 def test_log_gets_a_line_every_ten_seconds_and_a_last_one(

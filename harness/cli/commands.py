@@ -1,4 +1,4 @@
-"""The commands but `cost`. Each checks its arguments, then imports what it needs."""
+"""The commands that have no module of their own. Each checks its arguments, then imports what it needs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,11 @@ def _what(e: registry.Entry) -> str:
 @cli.command(short_help="Run implementations × recipes on cases, and report.")
 @filters
 @click.option("--out", type=FOLDER, default=LATEST, show_default=True, help="Where records and report go.")
-@click.option("--resume", is_flag=True, help="Go on with a run that was killed: keep its records in --out.")
+@click.option(
+    "--resume",
+    is_flag=True,
+    help="Go on with a run that was killed: keep its records in --out, of what is selected now.",
+)
 @click.option("--report/--no-report", "reported", default=True, help="Print the report at the end.")
 @outputs
 def run(out: Path, resume: bool, reported: bool, **chosen: Any) -> int:
@@ -95,47 +99,6 @@ def report(path: Path, out: Path | None, throughput: Path | None, **chosen: Any)
         refuse_baseline(path)
         raise
     return report_records(records, out or path.parent, source=path, more=more)
-
-
-@cli.command(short_help="Compare with a stored baseline.")
-@filters
-@click.option("--records", "stored", type=FILE, help="Compare these records instead of running.")
-@click.option("--baseline", type=FILE, default=Path("reports/baselines/smoke.jsonl"), show_default=True)
-@click.option("--update", is_flag=True, help="Write the baseline instead of comparing.")
-def gate(stored: Path | None, baseline: Path, update: bool, **chosen: Any) -> int:
-    """Compare with a stored baseline (of `--cases smoke` by default); exit 1 with a line for each regression.
-
-    Cells of the baseline that --cases, --only, -i or -r leave out are not compared.
-    """
-    from harness.files import write_atomically
-    from harness.gate import compare, make_baseline, read_baseline, scope
-
-    if not update:
-        held = read_baseline(baseline)  # before anything runs: a missing baseline is wrong usage
-    if stored is not None and not stored.exists():
-        raise ValueError(f"{stored} does not exist; make one with `python -m harness run`")
-    given = {name: bool(chosen[name]) for name in ("cases", "recipes")}
-    chosen["cases"] = chosen["cases"] or ("smoke",)
-    selection = select(**chosen)
-    selected = scope(
-        selection.cases if given["cases"] else None,
-        chosen["only"],
-        chosen["implementations"],
-        [r.name for r in selection.recipes] if given["recipes"] else (),
-    )
-    if stored is None:
-        records = run_cells(LATEST.with_name("gate") / RECORDS, selection, False)
-    else:
-        records = [r for r in read_records(stored) if selected(r.group_key)]
-    if not records:
-        return nothing_ran("" if stored is None else f"{stored} holds no selected records")
-    if update:
-        write_atomically(baseline, make_baseline(records))
-        click.echo(f"{baseline}: written from {len(records)} records")
-        return 0
-    outcome = compare(records, held, selected)
-    click.echo(outcome.text, nl=False)
-    return outcome.exit_code
 
 
 @cli.command(short_help="Hold the FP64 truth against ball arithmetic.")

@@ -222,8 +222,8 @@ def explain(cell: str, path: Path) -> int:
     CELL is "CASE, IMPLEMENTATION, RECIPE, SEED", or as a report prints it with dots; parts may be globs, and later ones
     may be left out: then the worst record is told.
     """
-    from harness.cli.reporting import no_records, refuse_baseline
-    from harness.records import read_records
+    from harness.cli.reporting import refuse_baseline
+    from harness.records import read_records, why_empty
     from harness.report.story import find, name, story
 
     if not path.exists():
@@ -234,7 +234,7 @@ def explain(cell: str, path: Path) -> int:
         refuse_baseline(path)
         raise
     if not records:
-        raise ValueError(no_records(path))
+        raise ValueError(why_empty(path))
     found = find(records, cell)
     if not found:
         close = sorted(

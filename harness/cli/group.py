@@ -13,6 +13,7 @@ WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 MODULES = {
     "cost": "harness.cli.costing",
     "review": "harness.cli.reviewing",
+    "gate": "harness.cli.gating",
     **dict.fromkeys(("explain", "judge", "tolerance"), "harness.cli.doors"),
 }
 OTHERS = "harness.cli.commands"

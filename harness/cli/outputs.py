@@ -141,7 +141,7 @@ def _baseline(path: Path) -> Mapping[Key, Side]:
         key: Side(
             cell.status, cell.precision, cell.rel_l2, cell.ratio, cell.seeds, f"{cell.device} {cell.isa}"
         )
-        for key, cell in read_baseline(path).items()
+        for key, cell in read_baseline(path).cells.items()
     }
 
 

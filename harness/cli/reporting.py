@@ -16,7 +16,7 @@ from harness.cli.selection import SEEDS
 from harness.collector import no_collection
 from harness.deviations import Review, load_deviations, review
 from harness.recipe import DEFAULT_RECIPES
-from harness.records import Record, Status, is_cut
+from harness.records import Record, Status, why_empty
 
 
 def report_records(
@@ -31,7 +31,7 @@ def report_records(
     from harness.report import latest, to_text, write_report
 
     if not records:
-        return nothing_ran("" if source is None else no_records(source))
+        return nothing_ran("" if source is None else why_empty(source))
     with no_collection():
         reviewed = _reviewed(latest(records))
         made = write_report(records, reviewed, out)
@@ -50,19 +50,12 @@ def report_records(
     return 0 if ran else nothing_ran()
 
 
-def no_records(path: Path) -> str:
-    """Why a file has nothing to report."""
-    if is_cut(path):
-        return f"the only record of {path} was cut off while it was written; `python -m harness run` writes it anew"
-    return f"{path} holds no records"
-
-
 def refuse_baseline(path: Path) -> None:
     """Raise ValueError where what should hold records is a gate's baseline."""
     from harness.gate import read_baseline
 
     try:
-        cells = len(read_baseline(path))
+        cells = len(read_baseline(path).cells)
     except (ValueError, OSError):
         return
     if cells:

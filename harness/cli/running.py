@@ -37,11 +37,10 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
     units = plan(chosen.cases, chosen.implementations, recipes, chosen.device, chosen.seeds)
     records: list[Record] = []
     finished = 0
+    recorded = record(path, units, chosen.jobs, resume, lambda line: click.echo(line, err=True))
     try:
         with progress(chosen.cells) as shown:
-            for unit, batch in record(
-                path, units, chosen.jobs, resume, lambda line: click.echo(line, err=True)
-            ):
+            for unit, batch in recorded:
                 records.extend(batch)
                 finished += 1
                 shown.update(unit.cells, unit.case.id)

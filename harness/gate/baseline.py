@@ -1,173 +1,197 @@
-"""The baseline: JSON Lines, one line per (case, implementation, recipe) with its seeds pooled.
+"""The baseline: JSON Lines. A head with the class of machine and why the baseline was made and changed, then one line
+per (case, implementation, recipe) with its seeds.
 
-Lines are sorted by these names and figures rounded to 4 digits (the gate's headroom is 10 %), so that the
-file's history reads well and says little about where it was made.
+Lines are sorted by these names and figures rounded to 4 digits (rmse by seed to 6; the smallest drift is 1 %), so that
+the file's history reads well and says little about where it was made.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from harness.records import Record, Status, pooled_rms
+from harness.gate.machine_class import nearness
+from harness.gate.pooled import SCHEMA, Key, Pooled, pool_records
+from harness.gate.told import REFRESH
+from harness.records import Record
 from harness.report.words import clean
 
-SCHEMA = "1.1"
 UPDATE = "python -m harness gate --update"
-
-Key = tuple[str, str, str]
+KIND = "baseline"
 
 
 @dataclass(frozen=True)
-class Pooled:
-    """One cell over its seeds. `status` counts seeds. The figures are None where no seed gave an output and
-    NaN or Inf where one seed's is; `mismatches` counts elements of the wrong class; `hazards` the observed
-    ones by kind. `recipe_digest` and `inputs` are hashes that tell whether the same thing was measured.
+class Change:
+    """Why a baseline was made or changed: the day and commit of the run, the reason, and what it moved."""
 
-    Since schema 1.1: `precision` counts seeds, `ratio` is error ÷ expected, None where nothing was judged. `diagnosis`
-    is the first that a seed has; a baseline holds none."""
-
-    case: str
-    implementation: str
-    recipe: str
-    status: Mapping[str, int]
-    rmse: float | None
-    rel_l2: float | None
-    truth_rms: float | None
-    mismatches: int
-    hazards: Mapping[str, int]
-    seeds: tuple[int, ...]
-    device: str
-    isa: str
-    recipe_digest: str
-    inputs: str
-    precision: Mapping[str, int] = field(default_factory=dict)
-    ratio: float | None = None
-    diagnosis: str = field(default="", compare=False)
-    schema: str = SCHEMA
-
-    @property
-    def key(self) -> Key:
-        return (self.case, self.implementation, self.recipe)
-
-    def __str__(self) -> str:
-        return " · ".join(map(clean, self.key))
+    date: str
+    commit: str
+    reason: str
+    moved: str
 
 
-def make_baseline(records: Iterable[Record]) -> str:
-    """The baseline's text. Raises ValueError for no records, and for a cell that holds a seed twice."""
-    cells = pool_records(records)
-    if not cells:
+@dataclass(frozen=True)
+class Baseline:
+    """Cells, the class of machine they were measured on ("" before schema 1.2), and the changes, newest last."""
+
+    cells: Mapping[Key, Pooled]
+    machine_class: str = ""
+    history: tuple[Change, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Head:
+    machine_class: str
+    history: tuple[Change, ...] = ()
+    kind: str = KIND
+    schema: str = field(default=SCHEMA)
+
+
+def make_baseline(
+    records: Iterable[Record], reason: str = "", moved: str = "", earlier: Baseline | None = None,
+    kept: Iterable[Pooled] = (),
+) -> str:  # fmt: skip
+    """The baseline's text. `earlier`: the one it takes the place of, whose history it goes on with; `kept`: cells of it
+    that stay. Raises ValueError for no records, and for a cell that holds a seed twice."""
+    records = list(records)
+    cells = {**{cell.key: cell for cell in kept}, **pool_records(records)}
+    if not records:
         raise ValueError("no records: a baseline of nothing would compare nothing; run some cases first")
-    return "".join(_line(cells[key]) + "\n" for key in sorted(cells))
+    date = max(r.created for r in records)[:10]
+    commit = "+".join(sorted({r.machine.commit for r in records}))
+    change = Change(date, commit, clean(reason), moved)
+    head = _Head(class_of(cells.values()), (*(earlier.history if earlier else ()), change))
+    lines = [json.dumps(asdict(head), ensure_ascii=False), *(_line(cells[key]) for key in sorted(cells))]
+    return "".join(line + "\n" for line in lines)
 
 
-def read_baseline(path: Path | str) -> dict[Key, Pooled]:
-    """The lines of a baseline. Raises ValueError, in one line, for a file that is missing or damaged."""
+def class_of(cells: Iterable[Pooled]) -> str:
+    """The class of machine of these cells; several are joined by a plus sign."""
+    return "+".join(sorted({cell.machine_class for cell in cells}))
+
+
+def read_baseline(path: Path | str) -> Baseline:
+    """A baseline, of this or an older minor schema. Raises ValueError, in one line, for a file that is missing or
+    damaged."""
     try:
         lines = Path(path).read_text(encoding="utf-8").split("\n")
     except FileNotFoundError:
         raise ValueError(f"no baseline at {path}; make one with {UPDATE}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a baseline: not UTF-8; make one with {UPDATE}") from None
+        raise ValueError(f"{path} is not a baseline: not UTF-8; make one with {REFRESH}") from None
     cells: dict[Key, Pooled] = {}
+    head = _Head("")
     for number, line in enumerate(lines, 1):
-        if line.strip():
-            cell = _parse(line, f"{path}, line {number}")
-            if cell.key in cells:
-                raise ValueError(f"{path}, line {number} repeats {cell}; make it anew with {UPDATE}")
-            cells[cell.key] = cell
-    return cells
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        fields = _fields(line, where)
+        if fields.get("kind") == KIND and number == 1:
+            head = _valid(_Head, fields, where)
+            continue
+        cell: Pooled = _valid(Pooled, fields, where)
+        if cell.key in cells:
+            raise ValueError(f"{where} repeats {cell}; make it anew with {REFRESH}")
+        cells[cell.key] = cell
+    return Baseline(cells, head.machine_class, head.history)
 
 
-def pool_records(records: Iterable[Record]) -> dict[Key, Pooled]:
-    """Every cell of a run over its seeds. Raises ValueError for a cell that holds a seed twice."""
-    cells: dict[Key, list[Record]] = defaultdict(list)
-    for record in records:
-        cells[record.group_key].append(record)
-    return {key: _pool(members) for key, members in cells.items()}
+def read_folder(folder: Path) -> dict[Path, Baseline]:
+    """Every baseline of a folder. Raises ValueError, in one line, where there is none or one is damaged."""
+    found = {path: read_baseline(path) for path in sorted(folder.glob("*.jsonl"))}
+    if not found:
+        raise ValueError(f"no baseline in {folder}; make one with {UPDATE}")
+    return found
 
 
-def _pool(records: Sequence[Record]) -> Pooled:
-    records = sorted(records, key=lambda r: r.seed)
-    errors = [r.errors for r in records if r.errors is not None]
-    kinds = Counter(h.kind.value for r in records for h in r.hazards if h.source == "observed")
-    pooled = Pooled(
-        *records[0].group_key,
-        status=_counts(r.status for r in records),
-        rmse=_rms(e.rmse for e in errors),
-        rel_l2=_rms(e.rel_l2 for e in errors),
-        truth_rms=_rms(e.truth_rms for e in errors),
-        mismatches=sum(e.class_mismatch for e in errors),
-        hazards=dict(sorted(kinds.items())),
-        seeds=tuple(r.seed for r in records),
-        device="+".join(sorted({r.machine.device for r in records})),
-        isa="+".join(sorted({r.machine.isa for r in records})),
-        recipe_digest=_hash(r.recipe_digest for r in records),
-        inputs=_hash(r.inputs_hash for r in records),
-        precision=_counts(r.precision for r in records),
-        ratio=_rms(r.margins.ratio for r in records if r.margins is not None),
-        diagnosis=next((str(r.diagnosis) for r in records if r.diagnosis is not None), ""),
+def choose(held: Mapping[Path, Baseline], here: str) -> Path:
+    """The file of this class of machine: the one that is named so, if several are of it. Else that of the nearest
+    class."""
+    return min(
+        held,
+        key=lambda path: (
+            held[path].machine_class != here,
+            path.stem != here,
+            -nearness(here, held[path].machine_class),
+            path.name,
+        ),
     )
-    if len(set(pooled.seeds)) < len(pooled.seeds):
-        raise ValueError(f"{pooled} holds a seed twice; give the gate one run on one device at a time")
-    return pooled
-
-
-def _counts(found: Iterable[Status | None]) -> dict[str, int]:
-    met = Counter(found)
-    return {s.value: met[s] for s in Status if met[s]}
-
-
-def _rms(values: Iterable[float]) -> float | None:
-    values = list(values)
-    return float(f"{pooled_rms(values):.4g}") if values else None
-
-
-def _hash(texts: Iterable[str]) -> str:
-    return hashlib.sha256("\n".join(texts).encode("utf-8", "replace")).hexdigest()[:12]
 
 
 def _line(cell: Pooled) -> str:
     # Strict JSON has no NaN: written as strings, as records do.
-    fields = {name: _plain(value) for name, value in vars(cell).items() if name != "diagnosis"}
+    fields = {name: _plain(value) for name, value in vars(cell).items() if name not in ("diagnosis", "noise")}
     return json.dumps(fields, ensure_ascii=False, allow_nan=False)
 
 
 def _plain(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_plain(v) for v in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @cache  # to build one takes longer than to validate a thousand lines
-def _adapter() -> Any:
+def _adapter(of: type) -> Any:
     from pydantic import TypeAdapter
 
-    return TypeAdapter(Pooled)
+    return TypeAdapter(of)
 
 
-def _parse(line: str, where: str) -> Pooled:
+def _fields(line: str, where: str) -> dict[str, Any]:
+    try:
+        fields: dict[str, Any] = json.loads(line)
+        major = int(str(fields["schema"]).split(".")[0])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise ValueError(f"{where} is not a baseline's; make it anew with {REFRESH}") from None
+    if major > int(SCHEMA.split(".")[0]):
+        newer = f"{where} has schema {clean(str(fields['schema']))}; this version reads up to {SCHEMA}"
+        raise ValueError(f"{newer}: update attention-harness")
+    return fields
+
+
+def _valid(of: type, fields: Mapping[str, Any], where: str) -> Any:
     from pydantic import ValidationError
 
     try:
-        fields = json.loads(line)
-        major = int(str(fields["schema"]).split(".")[0])
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where} is not a baseline's; make it anew with {UPDATE}") from None
-    if major > int(SCHEMA.split(".")[0]):
-        newer = f"{where} has schema {fields['schema']}; this version reads up to {SCHEMA}"
-        raise ValueError(f"{newer}: update attention-harness")
-    try:
-        cell: Pooled = _adapter().validate_python(fields)
+        return _adapter(of).validate_python(fields)
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
         problem = f"{where} is not a baseline's: {place}: {clean(first['msg'])}"
-        raise ValueError(f"{problem}; make it anew with {UPDATE}") from None
-    return cell
+        raise ValueError(f"{problem}; make it anew with {REFRESH}") from None
+
+
+def differences(new: Mapping[Key, Pooled], old: Mapping[Key, Pooled], most: int = 5) -> tuple[str, ...]:
+    """What an update moves: counts first, then verdicts, then the largest changes of rmse."""
+    both = sorted(new.keys() & old.keys())
+    verdicts = [key for key in both if _verdict(new[key]) != _verdict(old[key])]
+    rises = {key: _rise(new[key], old[key]) for key in both}
+    up, down = sum(r > 0 for r in rises.values()), sum(r < 0 for r in rises.values())
+    counts = (
+        (len(both), "in both"), (len(new.keys() - old.keys()), "new"), (len(old.keys() - new.keys()), "gone"),
+        (len(verdicts), "with another verdict"), (up, "with a larger rmse"), (down, "with a smaller one"),
+    )  # fmt: skip
+    lines = ["cells: " + ", ".join(f"{n} {word}" for n, word in counts)]
+    lines += [f"{new[key]}: {_verdict(old[key])} → {_verdict(new[key])}" for key in verdicts[:most]]
+    largest = sorted((k for k in both if rises[k]), key=lambda k: -abs(rises[k]))[:most]
+    lines += [f"{new[key]}: rmse {old[key].rmse} → {new[key].rmse} ({rises[key]:+.1%})" for key in largest]
+    lines += [f"gone: {old[key]}" for key in sorted(old.keys() - new.keys())[:most]]
+    return tuple(lines)
+
+
+def _verdict(cell: Pooled) -> str:
+    counted = (cell.status, cell.precision, cell.hazards)
+    return " | ".join(" ".join(f"{name} {n}" for name, n in met.items()) for met in counted)
+
+
+def _rise(new: Pooled, old: Pooled) -> float:
+    """Of rmse, relative; 0 where there is none on both sides or they are equal."""
+    here, there = (math.inf if v.rmse is None or math.isnan(v.rmse) else v.rmse for v in (new, old))
+    if here == there:
+        return 0.0
+    return here / there - 1 if there else math.inf

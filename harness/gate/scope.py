@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection
 from fnmatch import fnmatchcase
 
 from harness.case import Case
-from harness.gate.baseline import Key
+from harness.gate.pooled import Key
 
 Selected = Callable[[Key], bool]
 
