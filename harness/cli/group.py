@@ -12,6 +12,7 @@ from harness.cli.exits import USAGE
 WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 MODULES = {
     "cost": "harness.cli.costing",
+    "evidence": "harness.cli.evidence",
     **dict.fromkeys(("explain", "judge", "tolerance"), "harness.cli.doors"),
 }
 OTHERS = "harness.cli.commands"
