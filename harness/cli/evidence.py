@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from harness.cli.group import cli
 from harness.cli.progress import progress
 from harness.cli.selection import SEEDS, Selection, many, select
 from harness.evidence import Attribution, Evidence, read_evidence, write_evidence
+from harness.files import write_atomically
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 # Real activations, outliers, and a first key that holds most of every row.
@@ -33,20 +35,20 @@ TOKENS = "512,2048"
 )  # fmt: skip
 @click.option("--tokens", default=TOKENS, show_default=True, help="Lengths of text for --quality.")
 @click.option("--keep", is_flag=True, help="Keep what --out holds of other cells.")
+@click.option("--page", type=FILE, default=None, help="Write what the model says as Markdown, too.")
 @click.option("--out", type=FILE, default=Path("reports/latest/evidence.jsonl"), show_default=True)
 def evidence(
     cases: tuple[str, ...], only: tuple[str, ...], implementations: tuple[str, ...], recipes: tuple[str, ...],
-    seeds: int, attribution: bool, quality: bool, tokens: str, keep: bool, out: Path,
+    seeds: int, attribution: bool, quality: bool, tokens: str, keep: bool, page: Path | None, out: Path,
 ) -> int:  # fmt: skip
     """Say where each recipe's error arises, stage by stage, and with --quality what it does to a model's words.
 
-    Prints tables and writes one JSON line each to --out, which a run
-    that is killed leaves whole.
+    Prints tables and writes one JSON line each to --out. A run that is killed leaves what was there.
     """
     names = implementations or (IMPLEMENTATION,)
     lengths = _lengths(tokens)
     chosen = select(cases, only or (() if cases else CASES), names, recipes, seeds, "cpu", 1)
-    held = read_evidence(out) if out.exists() else []
+    start, held = time.monotonic(), _held(out, keep)
     found: list[Evidence] = []
 
     def write(old: list[Evidence]) -> None:
@@ -61,12 +63,26 @@ def evidence(
             write(held)  # minutes each: a run that is killed has what it found, beside what was there
     if not found:
         return nothing_ran("no case, or nothing but refusals")
-    from harness.report.evidence import to_text
+    from harness.report.evidence import quality_page, to_text
 
     write(held if keep else [])
     click.echo(to_text(found), nl=False)
-    click.echo(f"written: {out}")
+    if page is not None and quality:
+        command = f"python -m harness evidence --quality -r {','.join(r.name for r in chosen.recipes)}"
+        took = time.monotonic() - start
+        write_atomically(page, quality_page(found, f"{command} --tokens {tokens}", took))
+    click.echo(f"written: {out}" + (f", {page}" if page and quality else ""))
     return 0
+
+
+def _held(out: Path, keep: bool) -> list[Evidence]:
+    """What the file holds; nothing where it is damaged and not to be kept."""
+    try:
+        return read_evidence(out) if out.exists() else []
+    except ValueError:
+        if keep:
+            raise
+        return []
 
 
 def _lengths(tokens: str) -> tuple[int, ...]:

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from harness.evidence import Attribution, Evidence, Quality, StageShare
 from harness.report import words
+from harness.report.markdown import escape
+from harness.report.markdown import table as markdown_table
 from harness.report.text import WIDTH, table
 
 SHOWN = 0.0005  # share from which a stage has a row of its own: 0.1 % when rounded
@@ -32,17 +34,19 @@ def attribution_rows(found: Attribution) -> list[list[str]]:
     """The stages that weigh something, and a last row for the others."""
     rows = [
         [
-            s.stage, s.format, _number(s.alone_rel_l2), _percent(s.alone_share), _number(s.without_rel_l2),
-            _percent(s.without_share),
+            words.clean(s.stage), words.clean(s.format), _number(s.alone_rel_l2), _percent(s.alone_share),
+            _number(s.without_rel_l2), _percent(s.without_share),
         ]
         for s in found.stages
         if shown(s)
     ]  # fmt: skip
     others = [s for s in found.stages if not shown(s)]
     if others:
-        names = ", ".join(s.stage for s in others)
+        names = words.clean(", ".join(s.stage for s in others))
         share = math.fsum(s.alone_share for s in others)
-        rows.append([names, _one(s.format for s in others), "", f"{share:.0e}" if share else "0", "", ""])
+        rows.append(
+            [names, words.clean(_one(s.format for s in others)), "", f"{share:.0e}" if share else "0", "", ""]
+        )
     return rows
 
 
@@ -104,6 +108,21 @@ def to_text(found: Iterable[Evidence]) -> str:
         lines += ["== What a model says ==", *paragraph(QUALITY_TOLD), *paragraph(quality_heading(group)), ""]
         lines.append(table(QUALITY, quality_rows(group), wrap=(0,), right=range(1, len(QUALITY))))
     return "\n".join(lines) + "\n" if lines else ""
+
+
+def quality_page(found: Iterable[Evidence], command: str, seconds: float) -> str:
+    """What a model says, as Markdown. Ends with a newline."""
+    _, qualities = _split(found)
+    parts = ["# What a precision does to a model's words", f"{QUALITY_TOLD}. Rows are by length."]
+    for group in _by_model(qualities):
+        rows = [[escape(x) for x in row] for row in quality_rows(group)]
+        parts += [
+            escape(quality_heading(group)) + ".",
+            markdown_table(QUALITY, rows, right=range(1, len(QUALITY))),
+        ]
+    machines = dict.fromkeys(words.machine(q.machine) for q in qualities)
+    parts.append(f"`{command}`: {seconds / 60:.0f} min on {escape('; '.join(machines))}.")
+    return "\n\n".join(parts) + "\n"
 
 
 def _split(found: Iterable[Evidence]) -> tuple[list[Attribution], list[Quality]]:
