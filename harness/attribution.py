@@ -254,10 +254,20 @@ def statement(
     return f"{told}: so few elements decide the error that chance alone could move it by {found.margin:.2f}."
 
 
+def _named(places: tuple[str, ...], sets: Iterable[tuple[int, ...]]) -> str:
+    return "; ".join(" and ".join(places[i] for i in one) for one in sets)
+
+
 def _why(places: tuple[str, ...], sums: Sums, found: Balance, hazards: Iterable[Hazard]) -> str:
-    if found.twins and abs(found.once - 1) <= found.margin:
-        sets = "; ".join(" and ".join(places[i] for i in twins) for twins in found.twins)
-        return f"{sets} round the same numbers alike, and counted once they sum to {found.once:.2f}"
+    if found.twins and abs(found.once - 1) <= found.within:
+        named = _named(places, found.twins)
+        return f"{named} round the same numbers alike, and counted once they sum to {found.once:.2f}"
+    # The whole is less than its parts though they do not cancel: some of them do not happen beside others.
+    if found.alike and found.linear > found.sum > 1:
+        return (
+            f"{_named(places, found.alike)} round in part the same numbers one after the other, and the later find them"
+            " rounded already"
+        )
     gram = sums.gram.sum(0)
     heavy = {p for i, p in enumerate(places, 1) if float(gram[i, i]) > SMALL * float(gram[0, 0])}
     kinds = (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.FLUSH)

@@ -19,6 +19,7 @@ ERRORS = 3.4
 BAND = 0.05  # of the squared error is 2.5 % of the error: nothing hangs on it
 WIDEST = 0.25  # what chance may excuse at most: a sum farther from 1 than this adds up to nothing
 SAME = 0.99  # correlation from which two roundings are one
+ALIKE = 0.2  # correlation from which two roundings meet in part the same numbers: by chance it is 1/√elements
 SMALL = 0.005  # shares below it explain nothing
 
 
@@ -86,7 +87,8 @@ def pool(sums: Sequence[Sums]) -> Sums:
 class Balance:
     """Whether shares add up. `sum`: of the shares; `margin`: how far from 1 chance and BAND let it be; `crossed`: twice
     the inner product of two places over the squared error; `linear`: |Σ e_i|² over it, 1 where errors superpose;
-    `twins`: places that are one rounding; `once`: the sum with each of those sets counted once."""
+    `twins`: places that are one rounding; `once`: the sum with each of those sets counted once; `alike`: places that
+    round in part the same numbers."""
 
     sum: float
     margin: float
@@ -95,6 +97,7 @@ class Balance:
     linear: float
     twins: tuple[tuple[int, ...], ...]
     once: float
+    alike: tuple[tuple[int, ...], ...]
 
     @property
     def within(self) -> float:
@@ -121,17 +124,18 @@ def balance(sums: Sums) -> Balance:
         margin += ERRORS * float(residual.square().sum().sqrt()) * math.sqrt(groups / (groups - 1)) / whole
     n = len(shares)
     crossed = {(i, j): 2 * float(own[i, j]) / whole for i in range(n) for j in range(i + 1, n)}
-    twins = _twins(own, shares)
+    twins, alike = (_sets(own, shares, least) for least in (SAME, ALIKE))
     double = sum(float(shares[list(t)].sum() - shares[list(t)].max()) for t in twins)
-    return Balance(ratio, margin, groups, crossed, float(own.sum()) / whole, twins, ratio - double)
+    return Balance(ratio, margin, groups, crossed, float(own.sum()) / whole, twins, ratio - double, alike)
 
 
-def _twins(own: Tensor, shares: Tensor) -> tuple[tuple[int, ...], ...]:
+def _sets(own: Tensor, shares: Tensor, least: float) -> tuple[tuple[int, ...], ...]:
+    """Places whose errors correlate with those of the first of their set by `least` or more."""
     sets: list[list[int]] = []
     for i in (i for i, share in enumerate(shares.tolist()) if share >= SMALL):
         for found in sets:
             j = found[0]
-            if float(own[i, j]) >= SAME * math.sqrt(float(own[i, i]) * float(own[j, j])):
+            if float(own[i, j]) >= least * math.sqrt(float(own[i, i]) * float(own[j, j])):
                 found.append(i)
                 break
         else:

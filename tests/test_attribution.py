@@ -173,6 +173,14 @@ def test_one_rounding_done_twice_is_told_apart() -> None:
     )
 
 
+def test_a_value_that_is_the_output_is_rounded_once() -> None:
+    """A key that holds nearly all of every row: its value is rounded as V is stored, and is the output then."""
+    case = next(c for c in load_cases("sinks") if c.name == "heavy-first-key-1.3")
+    found = attribute(case, "naive_masked", "bf16", seeds=1)
+    assert not found.additive
+    assert "v and out round in part the same numbers one after the other" in found.statement
+
+
 def test_what_is_not_finite_takes_no_part_and_is_counted() -> None:
     """Raw scores beyond FP16: rows of NaN, as the accuracy run reports them."""
     case = next(c for c in load_cases("magnitude") if c.name == "raw-80000")
