@@ -7,8 +7,9 @@ emulation of that precision, and a watcher sees each value before and after its 
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
@@ -57,14 +58,23 @@ class Arithmetic:
         self.watch = watch
         self.block = Block()
         self.flops = 0
+        self._out = "out"
         self._at: dict[str, tuple[FloatFormat, str]] = {
             s: (get_format(recipe.format_of(s)), recipe.policy(s))
             for s in (*STAGES, *LAYER_STAGES)
             if s in recipe.at or s in recipe.overflow
         }
 
+    def for_partials(self) -> Self:
+        """The same for attention whose output is a partial: what it would store as `out`, it stores as `block_out`."""
+        other = copy(self)
+        other.flops, other._out = 0, "block_out"
+        return other
+
     def cast(self, x: Tensor, stage: str) -> Tensor:
         """The rounding point."""
+        if stage == "out":
+            stage = self._out
         target = self._at.get(stage)
         y = x if target is None else round_to(x, target[0], overflow=target[1])
         if self.watch is not None:

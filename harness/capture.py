@@ -11,7 +11,7 @@ import importlib
 import itertools
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -34,6 +34,7 @@ INSTALL = (
 # L, so numerals that are not decimal digits (superscripts, fractions) count as letters.
 _DIGIT = re.compile(r"(\d)")
 _WORD = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def _byte_alphabet() -> dict[int, str]:
@@ -101,13 +102,14 @@ class SmolLM2:
         return self.tokenizer.encode(text)
 
     def forward(
-        self, ids: Sequence[int], inputs: list[Tensor] | None = None
+        self, ids: Sequence[int], inputs: list[Tensor] | None = None, attend: Attend | None = None
     ) -> tuple[Tensor, list[tuple[Tensor, Tensor, Tensor]]]:
         """Logits [L, vocabulary] and, for each layer, q [H, L, D] and k, v [Hkv, L, D], q and k after RoPE.
 
-        `inputs` is given what each layer's projections read, [L, width]. Computed and returned in the weights' dtype:
-        FP32 as loaded. Raises ValueError for no ids. Source:
-        Llama (arXiv:2302.13971) with grouped heads (arXiv:2305.13245) and tied embeddings.
+        `inputs` is given what each layer's projections read, [L, width]. `attend(q, k, v)` is causal attention of one
+        layer, [H, L, D]; torch's own by default. Computed and returned in the weights' dtype: FP32 as loaded. Raises
+        ValueError for no ids. Source: Llama (arXiv:2302.13971) with grouped heads (arXiv:2305.13245) and tied
+        embeddings.
         """
         if len(ids) == 0:
             raise ValueError("no token ids were given; give at least one")
@@ -121,8 +123,8 @@ class SmolLM2:
                     inputs.append(normed)
                 q, k, v = self._project(normed, at)
                 captured.append((q, k, v))
-                out = scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)
-                x = x + out[0].transpose(0, 1).flatten(1) @ weights[at + "attn_output.weight"].T
+                out = (attend or _attend)(q, k, v).to(x.dtype)
+                x = x + out.transpose(0, 1).flatten(1) @ weights[at + "attn_output.weight"].T
                 h = _rms_norm(x, weights[at + "ffn_norm.weight"], self.norm_eps)
                 gate = silu(h @ weights[at + "ffn_gate.weight"].T)
                 x = x + (gate * (h @ weights[at + "ffn_up.weight"].T)) @ weights[at + "ffn_down.weight"].T
@@ -136,6 +138,10 @@ class SmolLM2:
             for role in "qkv"
         )
         return _rope(q, self.rope_theta), _rope(k, self.rope_theta), v
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, enable_gqa=True)[0]
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

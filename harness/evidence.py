@@ -25,7 +25,8 @@ class StageShare:
 
     `alone_rel_l2`: the total error with this rounding alone switched on, all others exact; `alone_share`: its square
     over the recipe's. `without_rel_l2`: with this rounding alone switched off; `without_share`: the part of the
-    recipe's squared error that goes with it, 1 − (without ÷ whole)²; negative where the error grows."""
+    recipe's squared error that goes with it, 1 − (without ÷ whole)²; negative where the error grows.
+    `alone_lost`, `without_lost`: output elements that are not finite in these runs though the truth is."""
 
     stage: str
     format: str
@@ -33,6 +34,8 @@ class StageShare:
     alone_share: float
     without_rel_l2: float
     without_share: float
+    alone_lost: int = 0
+    without_lost: int = 0
 
 
 @dataclass(frozen=True)
@@ -41,7 +44,8 @@ class Attribution:
 
     `sum_of_shares`: of `alone_share`, 1 where stages err independently. `additive`: whether it is 1 within what
     `statement`, one sentence for readers, says; `best`: the stage whose higher precision buys most, with `best_rel_l2`
-    what is left then. `left_rel_l2`: the error with every named rounding off, of the accumulation order alone."""
+    what is left then. `left_rel_l2`: the error with every named rounding off, of the accumulation order alone.
+    `lost`: output elements that are not finite though the truth is; no figure holds them."""
 
     case: str
     implementation: str
@@ -58,6 +62,7 @@ class Attribution:
     best_rel_l2: float
     machine: Machine
     created: str
+    lost: int = 0
     kind: str = "attribution"
     schema: str = SCHEMA
 

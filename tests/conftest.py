@@ -8,6 +8,7 @@ import importlib.util
 import os
 import sys
 import warnings
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -55,3 +56,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         pytest.skip("takes minutes: choose it with -m slow")
     if item.get_closest_marker("capture") and importlib.util.find_spec("gguf") is None:
         pytest.skip("the capture extra is not installed")
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """The real model, which takes seconds to load; skipped with the reason where it is not installed."""
+    from harness.capture import MissingExtra, load_model
+
+    try:
+        return load_model()
+    except MissingExtra as exc:
+        pytest.skip(str(exc))

@@ -234,12 +234,9 @@ def test_tokens_decode_back_to_the_text(text: str) -> None:
 # ---- the real model ------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model() -> SmolLM2:
-    try:
-        return load_model()
-    except MissingExtra as exc:
-        pytest.skip(str(exc))
+@pytest.fixture
+def model(smollm2: SmolLM2) -> SmolLM2:
+    return smollm2
 
 
 @pytest.mark.capture

@@ -73,29 +73,30 @@ class Algorithm:
         if refused := self.refusals(spec, shape, recipe, extras.given):
             raise ValueError("; ".join(refused))
         stored = store((q, k, v), recipe, scales, quantize)
-        return self.run_stored(stored, spec, recipe, extras, watch, None, **options)
+        return self.run_stored(stored, spec, recipe, extras, watch, None, arithmetic=Arithmetic, **options)
 
     def run_stored(
         self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe,
-        extras: Extras = NO_EXTRAS, watch: Watcher | None = None, rows: Sequence[slice] | None = None, **options: int,
+        extras: Extras = NO_EXTRAS, watch: Watcher | None = None, rows: Sequence[slice] | None = None, *,
+        arithmetic: Callable[[Recipe, Watcher | None], Arithmetic] = Arithmetic, **options: int,
     ) -> Result:  # fmt: skip
         """`run` on inputs that are stored already. With `rows`, out and lse hold these rows alone, one after the
-        other."""
+        other. `arithmetic` makes what the body computes with."""
         chosen = {**self.options, **options}
         for name, value in options.items():
             whole = isinstance(value, int) and not isinstance(value, bool) and value >= 1
             if name not in self.options or not whole:
                 allowed = ", ".join(f"{o}, an integer ≥ 1" for o in self.options) or "none"
                 raise ValueError(f"option {name}={value!r} for {self.name}; allowed: {allowed}")
-        arithmetic = Arithmetic(recipe, watch)
+        ar = arithmetic(recipe, watch)
         with torch.no_grad():  # bias and sinks may ask for gradients; rounding has none
-            problem = _problem(stored, spec, extras, arithmetic.dtype)
+            problem = _problem(stored, spec, extras, ar.dtype)
             if rows is None:
-                out, lse = self.body(arithmetic, problem, **chosen)
+                out, lse = self.body(ar, problem, **chosen)
             else:
-                out, lse = self._rows(arithmetic, problem, rows, chosen)
+                out, lse = self._rows(ar, problem, rows, chosen)
         dtype = DTYPES[recipe.out_format]
-        return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, arithmetic.flops)
+        return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, ar.flops)
 
     def _rows(
         self, ar: Arithmetic, p: Problem, rows: Sequence[slice], options: Mapping[str, int]

@@ -24,13 +24,6 @@ from harness.attention.naive import attend
 from harness.attention.rows import Problem, key_range, sink_logits
 
 
-class _Partial(Arithmetic):
-    """Attention whose output is a partial: what it would store as `out`, it stores as `block_out`."""
-
-    def cast(self, x: Tensor, stage: str) -> Tensor:
-        return super().cast(x, "block_out" if stage == "out" else stage)
-
-
 def merge_partials(ar: Arithmetic, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """outs `[..., E]` and lses `[...]` of disjoint key sets → those of their union, in the base dtype.
 
@@ -69,7 +62,7 @@ def split_kv(ar: Arithmetic, p: Problem, splits: int = 4) -> tuple[Tensor, Tenso
 
 def _split(ar: Arithmetic, p: Problem, rows: slice, splits: int) -> tuple[Tensor, Tensor]:
     bare = replace(p, spec=replace(p.spec, empty_row="zero"), extras=replace(p.extras, sinks=None))
-    partial = _Partial(ar.recipe, ar.watch)
+    partial = ar.for_partials()
     outs, lses = [], []
     for keys in key_parts(key_range(p, rows), splits):
         out, lse = attend(partial, bare, rows, keys)

@@ -14,6 +14,7 @@ MODULES = {
     "cost": "harness.cli.costing",
     "review": "harness.cli.reviewing",
     "gate": "harness.cli.gating",
+    "evidence": "harness.cli.evidence",
     **dict.fromkeys(("explain", "judge", "tolerance"), "harness.cli.doors"),
 }
 OTHERS = "harness.cli.commands"

@@ -20,8 +20,8 @@ class Progress(Protocol):
 class _Lines:
     """Whole lines, so that a log stays readable."""
 
-    def __init__(self, total: int, stream: TextIO) -> None:
-        self.total, self.stream, self.done = total, stream, 0
+    def __init__(self, total: int, stream: TextIO, unit: str) -> None:
+        self.total, self.stream, self.unit, self.done = total, stream, unit, 0
         self.start = self.last = time.monotonic()
 
     def update(self, cells: int, place: str) -> None:
@@ -30,17 +30,17 @@ class _Lines:
         if now - self.last >= EVERY_S or self.done == self.total:
             self.last = now
             left = "" if self.done == self.total else f", last {place}"
-            self.stream.write(f"{self.done}/{self.total} cells, {now - self.start:.0f} s{left}\n")
+            self.stream.write(f"{self.done}/{self.total} {self.unit}s, {now - self.start:.0f} s{left}\n")
             self.stream.flush()
 
 
 class _Bar:
     """tqdm's bar."""
 
-    def __init__(self, total: int, stream: TextIO) -> None:
+    def __init__(self, total: int, stream: TextIO, unit: str) -> None:
         from tqdm import tqdm
 
-        self.bar = tqdm(total=total, unit="cell", file=stream, mininterval=0.2, ncols=90)
+        self.bar = tqdm(total=total, unit=unit, file=stream, mininterval=0.2, ncols=90)
 
     def update(self, cells: int, place: str) -> None:
         self.bar.set_postfix_str(place, refresh=False)
@@ -48,12 +48,12 @@ class _Bar:
 
 
 @contextmanager
-def progress(total: int) -> Iterator[Progress]:
-    """Progress on stderr over `total` cells."""
+def progress(total: int, unit: str = "cell") -> Iterator[Progress]:
+    """Progress on stderr over `total` cells, or other units."""
     if not sys.stderr.isatty():
-        yield _Lines(total, sys.stderr)
+        yield _Lines(total, sys.stderr, unit)
         return
-    bar = _Bar(total, sys.stderr)
+    bar = _Bar(total, sys.stderr, unit)
     try:
         yield bar
     finally:

@@ -29,21 +29,21 @@ def _names(_: click.Context, option: click.Parameter, values: tuple[str, ...]) -
     return names
 
 
-def _many(*names: str, metavar: str, help: str) -> Callable[[F], F]:
+def many(*names: str, metavar: str, help: str) -> Callable[[F], F]:
     return click.option(*names, metavar=metavar, help=help, multiple=True, callback=_names)
 
 
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    _many("--cases", metavar="NAME|FILE.py", help="Case files.  [default: all]"),
-    _many("--only", metavar="GLOB", help="Case ids of these files, such as 'magnitude/raw-*'."),
-    _many("-i", "--implementations", "--implementation", metavar="NAME", help="[default: all]"),
-    _many(
+    many("--cases", metavar="NAME|FILE.py", help="Case files.  [default: all]"),
+    many("--only", metavar="GLOB", help="Case ids of these files, such as 'magnitude/raw-*'."),
+    many("-i", "--implementations", "--implementation", metavar="NAME", help="[default: all]"),
+    many(
         "-k", "--kernel", "kernels", metavar="FILE.py:NAME",
         help="Your own function, instead of the built-in ones; also package.module:NAME.",
     ),
     click.option("--layout", type=click.Choice(["bhsd", "bshd", "thd"]), help="How --kernel takes q, k and v."),
     click.option("--time-limit", type=click.FloatRange(0.1), metavar="S", help="For a call of --kernel.  [60]"),
-    _many("-r", "--recipes", "--recipe", metavar="NAME|FILE.toml", help="[default: all but fp64]"),
+    many("-r", "--recipes", "--recipe", metavar="NAME|FILE.toml", help="[default: all but fp64]"),
     click.option(
         "--seeds", type=click.IntRange(1), default=SEEDS, show_default=True, metavar="N",
         help="Draws of each random case.",
