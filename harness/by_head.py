@@ -16,12 +16,13 @@ from harness.error_model import Expectation, Form, expectations
 from harness.formats import FloatFormat, get_format
 from harness.hazards import storage_hazards
 from harness.operands import Extras
-from harness.quantize import Stored, admit, quantize
+from harness.quantize import Stored, admit, amax_scale, prepare, quantize
 from harness.recipe import Recipe
 from harness.records import Hazard
 from harness.spec import AttentionSpec, Shape
 from harness.truth import Truth, reference
 
+BLOCK_TOKENS = 2**16  # that are stored at a time
 ELEMENTS = 2**24  # of K and V; a call with no more is taken whole (128 MiB each in FP64)
 _NARROW = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 Heads = tuple[slice, slice]
@@ -117,9 +118,7 @@ def store_narrow(
             given = _one(scale, b, h)
             part = x[b : b + 1, h : h + 1]
             try:
-                found = (
-                    quantize(part, name, recipe, given) if round_first else admit(part, name, recipe, given)
-                )
+                found = _stored_head(part, name, recipe, given, round_first, dtype)
             except ValueError as error:
                 raise ValueError(f"{error} (indices within b={b} h={h})") from None
             codes[b, h] = found.codes[0, 0].to(dtype)
@@ -129,6 +128,29 @@ def store_narrow(
         return Stored(codes, None, zero, blocks)
     joined = torch.cat([torch.cat([s for s in row if s is not None], 1) for row in scales], 0)
     return Stored(codes, joined, zero, blocks)
+
+
+def _stored_head(
+    x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None, round_first: bool, dtype: torch.dtype
+) -> Stored:
+    """One head, so many tokens at a time where each is stored by itself, or by one scale of the head."""
+    scaling, size = recipe.scaling.get(name), BLOCK_TOKENS
+    take = quantize if round_first else admit
+    own = scaling is None or (scaling.granularity == "head" and scaling.source != "given")
+    if x.shape[2] <= size or not own or isinstance(scale, Tensor):
+        return take(x, name, recipe, scale)
+    blocks = x.split(size, 2)
+    zero = 0
+    if scaling is not None and scaling.source == "amax" and scale is None and round_first:
+        tops = [_finite_top(prepare(part, name, recipe)) for part in blocks]
+        scale, zero = amax_scale(torch.stack(tops).amax(0), scaling, get_format(recipe.storage[name]), name)
+    found = [take(part, name, recipe, scale) for part in blocks]
+    kept = torch.cat([part.codes.to(dtype) for part in found], 2)
+    return Stored(kept, found[0].scale, zero, found[0].blocks)
+
+
+def _finite_top(x: Tensor) -> Tensor:
+    return torch.where(torch.isfinite(x), x, 0.0).abs().amax((2, 3), keepdim=True)
 
 
 def _one(scale: Tensor | float | None, b: int, h: int) -> Tensor | float | None:

@@ -178,7 +178,8 @@ def key_powers(call: Call) -> tuple[Tensor, Tensor]:
 
 def _finite(x: Tensor) -> Tensor:
     x = x.double()
-    return torch.where(torch.isfinite(x), x, 0.0)
+    finite = not x.numel() or all(math.isfinite(e) for e in torch.stack(torch.aminmax(x)).tolist())
+    return x if finite else torch.where(torch.isfinite(x), x, 0.0)
 
 
 Block = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]

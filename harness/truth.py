@@ -199,7 +199,11 @@ class _Head:
         j = torch.arange(keys.start, keys.stop, device=self.q.device)
         hidden = None
         if self.spec.right is not None:
-            hidden = j > at + self.spec.right
+            far = min(
+                max(0, int(at[0]) + self.spec.right + 1 - keys.start), len(j)
+            )  # what the first row sees, all see
+            hidden = torch.zeros(at.shape[0], len(j), dtype=torch.bool, device=j.device)
+            hidden[:, far:] = j[far:] > at + self.spec.right
         if self.spec.left is not None:
             before = j < at - self.spec.left
             hidden = before if hidden is None else hidden | before

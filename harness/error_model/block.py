@@ -95,13 +95,33 @@ class Block:
 
     def _hide(self, s: Tensor) -> None:
         """−∞ where hidden, in place; how many keys each row sees."""
-        hidden = self._hidden()
         self.count = (
             torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
         )
+        if (far := self._shown_to_all()) is not None:
+            at = self.p_.extras.at(self.rows, s.device) + self._shift + (self.p_.spec.right or 0)
+            later = torch.arange(self.keys.start + far, self.keys.stop, device=s.device) > at[:, None]
+            s[..., far:].masked_fill_(later.repeat(self.group, 1), -math.inf)
+            self.count -= later.sum(-1, keepdim=True).repeat(self.group, 1)
+            return
+        hidden = self._hidden()
         if hidden is not None:
             s.masked_fill_(hidden, -math.inf)
             self.count -= hidden.sum(-1, keepdim=True)
+
+    @property
+    def _shift(self) -> int:
+        p = self.p_
+        return p.spec.shift(p.extras.length(p.shape.q_len), p.shape.S)
+
+    def _shown_to_all(self) -> int | None:
+        """How many of the keys every row sees, where nothing but the right edge hides any; else None."""
+        spec, extras = self.p_.spec, self.p_.extras
+        hiding = (spec.left, extras.kv_lens, extras.mask, extras.bias)
+        if extras.rows is None or spec.right is None or any(x is not None for x in hiding):
+            return None
+        last = int(extras.ends(self.rows)[0] + self._shift + spec.right)
+        return min(max(0, last + 1 - self.keys.start), self.keys.stop - self.keys.start)
 
     @property
     def lin(self) -> Tensor:
