@@ -139,7 +139,7 @@ def _stored_head(
     own = scaling is None or (scaling.granularity == "head" and scaling.source != "given")
     if x.shape[2] <= size or not own or isinstance(scale, Tensor):
         return take(x, name, recipe, scale)
-    blocks = x.split(size, 2)
+    blocks = [x[:, :, i : i + size] for i in range(0, x.shape[2], size)]
     zero = 0
     if scaling is not None and scaling.source == "amax" and scale is None and round_first:
         tops = [_finite_top(prepare(part, name, recipe)) for part in blocks]

@@ -120,8 +120,9 @@ class Block:
         hiding = (spec.left, extras.kv_lens, extras.mask, extras.bias)
         if extras.rows is None or spec.right is None or any(x is not None for x in hiding):
             return None
-        last = int(extras.ends(self.rows)[0] + self._shift + spec.right)
-        return min(max(0, last + 1 - self.keys.start), self.keys.stop - self.keys.start)
+        last: int = extras.ends(self.rows)[0] + self._shift + spec.right
+        shown: int = min(max(0, last + 1 - self.keys.start), self.keys.stop - self.keys.start)
+        return shown
 
     @property
     def lin(self) -> Tensor:
