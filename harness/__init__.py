@@ -25,6 +25,8 @@ _PUBLIC = {
     "implementations": "harness.registry",
     "get": "harness.registry",
     "judge": "harness.judging",
+    "Rows": "harness.query_rows",
+    "choose_rows": "harness.query_rows",
     "reference": "harness.truth",
     "round_to": "harness.rounding",
     "alibi_bias": "harness.options",

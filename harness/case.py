@@ -20,6 +20,7 @@ from harness.recipe import DEFAULT_RECIPES
 from harness.spec import AttentionSpec, LayerSpec, Shape
 
 FIXED_DRAWS = ("values", "file")  # q, k and v are the same for every seed: such a case runs once
+FEWEST_ROWS = 8  # that a case may be judged by
 EXTRAS = ("mask", "bias", "sinks", "kv_lens")
 # How q, k and v lie in memory; their values are the same. `bshd`: heads inside tokens. `padded`: rows farther apart
 # than they are wide. `interleaved`: neighbours in a row are two elements apart. `fused`: cut from one token-major
@@ -54,8 +55,9 @@ class Case:
     a run takes where none are named, only these, where the others repeat what they show. `relations`: also run what
     should give the same numbers (other block sizes, rows and sequences alone, one call for all steps) and record how
     far apart they are (first draw alone). `layer`: the case is a whole layer, and `shape` and `spec` those of the
-    attention inside; X and weights are drawn by a kind for layers. `source`: the file it comes from, set on loading; it
-    takes no part in comparisons.
+    attention inside; X and weights are drawn by a kind for layers. `rows`: judge a long call by so
+    many rows of each head (`harness.choose_rows`, whose seed is the draw's); its exact inputs are FP32 numbers.
+    `source`: the file it comes from, set on loading; it takes no part in comparisons.
 
     Raises ValueError for a name that cannot be an id, a value out of these, or a case without a reason.
     """
@@ -72,6 +74,7 @@ class Case:
     recipes: tuple[str, ...] = ()
     relations: bool = False
     layer: LayerSpec | None = None
+    rows: int | None = None
     source: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
@@ -109,6 +112,17 @@ class Case:
             )
         if not isinstance(self.relations, bool):
             raise ValueError(f"relations of {self.id} is {self.relations!r}; allowed: True, False")
+        counts = isinstance(self.rows, int) and not isinstance(self.rows, bool) and self.rows >= FEWEST_ROWS
+        if self.rows is not None and not counts:
+            raise ValueError(
+                f"rows of {self.id} is {self.rows!r}; allowed: an integer ≥ {FEWEST_ROWS}, or None for all"
+            )
+        if self.rows is not None and (
+            self.layer is not None or self.relations or self.layout != "contiguous"
+        ):
+            raise ValueError(
+                f"{self.id} is judged by some rows, beside a layer, relations or a layout; allowed: rows alone"
+            )
         if self.layer is not None:
             self._check_layer(self.layer)
 
@@ -137,8 +151,9 @@ class Case:
         whether its case has changed since."""
         draws = [("qkv", self.draw), *sorted(self.extras.items())]
         parts = [(name, draw.kind, sorted(draw.params.items())) for name, draw in draws]
-        facts = (self.shape, self.spec, parts, self.layout, self.relations)
-        text = repr(facts if self.layer is None else (*facts, self.layer))
+        facts: tuple[Any, ...] = (self.shape, self.spec, parts, self.layout, self.relations)
+        facts += () if self.layer is None else (self.layer,)
+        text = repr(facts if self.rows is None else (*facts, ("rows", self.rows)))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -26,6 +26,7 @@ from harness.operands import Extras
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind, MaskRow, Record
+from harness.row_cell import run_rows
 from harness.truth import Truth, reference
 from harness.twins import FIRST
 from harness.unit import Unit, facts, hash_of, is_emulated
@@ -66,6 +67,8 @@ def run_unit(unit: Unit) -> list[Record]:
     """All cells of a unit."""
     if unit.case.layer is not None:
         return run_layer(unit)
+    if unit.case.rows is not None:
+        return run_rows(unit)
     device = use_device(unit.device)
     try:
         inputs = make_inputs(unit.case, unit.seed)

@@ -101,7 +101,7 @@ def _few_elements(trial: Trial, part: Part) -> Diagnosis | None:
         return None
     count = int((shares < MOST).sum()) + 1
     b, h, i, c = unravel(int(top.indices[0]), energy.shape)
-    first = f"b={int(part.batches[b])} h={part.heads.start + h} i={part.rows.start + i} c={c}"
+    first = f"b={int(part.batches[b])} h={part.heads.start + h} i={part.number(i)} c={c}"
     what = f"{count} of {energy.numel()} elements {'is' if count == 1 else 'are'} wrong, first {first}"
     size = float(trial.e[b, h, i, c])
     return Diagnosis("single elements", what, size, float(top.values[0]) ** 0.5, float(shares[count - 1]))
@@ -133,7 +133,7 @@ def _concentrated(trial: Trial, part: Part) -> str:
         first = unravel(int(top.indices[0]), x.shape)
         if name == "channels":
             return f"; it lies in few channels, most in c={first[0]}"
-        row = f" i={part.rows.start + first[2]}" if name == "rows" else ""
+        row = f" i={part.number(first[2])}" if name == "rows" else ""
         return f"; it lies in few {name}, most in b={int(part.batches[first[0]])} h={part.heads.start + first[1]}{row}"
     return ""
 
@@ -196,7 +196,7 @@ def _told(hit: Tensor, scope: str, part: Part) -> str:
     places = []
     for index in hit.nonzero()[:PLACES].tolist():
         b, h = int(part.batches[index[0]]), part.heads.start + index[1]
-        row = f" i={part.rows.start + index[2]}" if scope == "rows" else ""
+        row = f" i={part.number(index[2])}" if scope == "rows" else ""
         places.append(f"b={b} h={h}{row}")
     more = " …" if count > PLACES else ""
     return f", in {count} of {hit.numel()} {scope} alone ({', '.join(places)}{more})"

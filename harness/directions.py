@@ -27,12 +27,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from harness.attention.rows import Problem, visible
+from harness.by_head import head_parts, of_heads, scaled
 from harness.formats import get_format
 from harness.operands import Extras, squares_fit_fp32
 from harness.recipe import Recipe
@@ -61,7 +62,8 @@ DIRECTIONS = {
 @dataclass(frozen=True)
 class Call:
     """One judged call: stored values q `[B, H, L, D]`, k, v in FP64, rules, truth, σ² `[B, H, L, E]`, and the rows
-    that directions are computed for (None: all)."""
+    that directions are computed for (None: all). `k` and `v` of a long context are codes in a narrow type, `scales`
+    theirs: `values` makes FP64 of one kv head at a time."""
 
     q: Tensor
     k: Tensor
@@ -72,6 +74,7 @@ class Call:
     truth: Truth
     variance: Tensor
     sample: Sample | None = None
+    scales: tuple[Tensor | None, Tensor | None] = (None, None)
 
     @property
     def rows(self) -> Sample:
@@ -82,6 +85,27 @@ class Call:
     def shape(self) -> Shape:
         (b, h, n, d), (_, hk, s, e) = self.q.shape, self.v.shape
         return Shape(b, h, n, d, kv_heads=hk, kv_len=s, value_dim=e)
+
+    def values(self, name: str, kv: slice) -> Tensor:
+        """Stored values of k or v `[B, kv, S, D]`, FP64."""
+        x, scale = (self.k, self.scales[0]) if name == "k" else (self.v, self.scales[1])
+        return scaled(x, scale, kv)
+
+    def by_head(self) -> Iterator[tuple[slice, Call]]:
+        """The call as it is, or of a long context a kv head at a time, with its query heads."""
+        shape = self.shape
+        parts = head_parts(shape)
+        if len(parts) == 1 and self.k.dtype is torch.float64 and self.scales == (None, None):
+            yield parts[0][0], self
+            return
+        for heads, kv in parts:
+            truth = Truth(self.truth.out[:, heads], self.truth.lse[:, heads], self.truth.row_max[:, heads])
+            extras = of_heads(self.extras, heads)
+            k, v = (self.values(n, kv) for n in "kv")
+            yield heads, replace(
+                self, q=self.q[:, heads], k=k, v=v, extras=extras, truth=truth, variance=self.variance[:, heads],
+                scales=(None, None),
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -104,6 +128,28 @@ class Projection:
 
 def project(call: Call, differences: Sequence[Tensor]) -> Projection:
     """The directions of a call, and each difference `[B, H, rows, E]` along them, for the rows looked at."""
+    found = [(heads, _project(part, [d[:, heads] for d in differences])) for heads, part in call.by_head()]
+    if len(found) == 1:
+        return found[0][1]
+    first, count = found[0][1], call.rows.count
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        """Rows of each part's heads, `[…, B·heads·rows]`, in the order of all heads."""
+        shaped = [x.reshape(*x.shape[:-1], call.shape.batch, -1, count) for x in parts]
+        return torch.cat(shaped, -2).flatten(-3)
+
+    share = [len(range(*heads.indices(call.shape.heads))) / call.shape.heads for heads, _ in found]
+    energy = torch.stack([p.rms**2 * n for n, (_, p) in zip(share, found, strict=True)]).sum(0)
+    key_sum, key_square, key_rows = (
+        torch.stack([getattr(p, n) for _, p in found]).sum(0) for n in ("key_sum", "key_square", "key_rows")
+    )
+    return Projection(
+        first.names, joined([p.a for _, p in found]), joined([p.f for _, p in found]), energy.sqrt(), key_sum,
+        key_square, key_rows,
+    )  # fmt: skip
+
+
+def _project(call: Call, differences: Sequence[Tensor]) -> Projection:
     walk = _Walk(call)
     deltas = [_finite(x) for x in differences]
     parts = [walk.block(rows, [d[:, :, taken] for d in deltas]) for rows, taken in walk.blocks()]
@@ -122,15 +168,18 @@ def project(call: Call, differences: Sequence[Tensor]) -> Projection:
 
 def key_powers(call: Call) -> tuple[Tensor, Tensor]:
     """Of the direction of each lost key, over the rows looked at: Σ g²/σ² and Σ g², `[S]`."""
-    walk = _Walk(call)
-    parts = [walk.keys(rows) for rows, _ in walk.blocks()]
+    parts = []
+    for _, part in call.by_head():
+        walk = _Walk(part)
+        parts += [walk.keys(rows) for rows, _ in walk.blocks()]
     power, square = (torch.stack([part[i] for part in parts]).sum(0) for i in (0, 1))
     return power, square
 
 
 def _finite(x: Tensor) -> Tensor:
     x = x.double()
-    return torch.where(torch.isfinite(x), x, 0.0)
+    finite = not x.numel() or all(math.isfinite(e) for e in torch.stack(torch.aminmax(x)).tolist())
+    return x if finite else torch.where(torch.isfinite(x), x, 0.0)
 
 
 Block = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -295,8 +344,9 @@ class _Walk:
     def _next(self, rows: slice) -> Tensor:
         """The key after the last one that position shows, `[B|1, 1, G·rows, 1]`."""
         spec, lengths = self.call.spec, self._lengths()
-        i = torch.arange(rows.start, rows.stop, device=self.p.q.device).view(1, 1, -1, 1)
-        position = i + (lengths - self.shape.q_len if spec.align == "bottom-right" else 0)
+        extras = self.call.extras
+        i = extras.at(rows, self.p.q.device).view(1, 1, -1, 1)
+        position = i + (lengths - extras.length(self.shape.q_len) if spec.align == "bottom-right" else 0)
         return (position + (spec.right or 0) + 1).repeat(1, 1, self.shape.group, 1)
 
     def _truncated(self, prob: Tensor, lse: Tensor, s: Tensor, v: Tensor) -> Tensor:

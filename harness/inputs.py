@@ -27,8 +27,8 @@ BLOCK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Inputs:
-    """Exact q `[B, H, L, D]`, k `[B, Hkv, S, D]` and v `[B, Hkv, S, E]`, FP64, the extras, and the SHA-256 of all
-    their bytes."""
+    """Exact q `[B, H, L, D]`, k `[B, Hkv, S, D]` and v `[B, Hkv, S, E]`, FP64 (FP32 where rows are
+    judged), the extras, and the SHA-256 of all their bytes."""
 
     q: Tensor
     k: Tensor
@@ -56,7 +56,7 @@ class Source:
     def fill(self, tensor: str, draw: Callable[[np.random.Generator, tuple[int, int]], Any]) -> Tensor:
         """A whole tensor, block by block, from `draw(generator, (rows, width))`."""
         batch, heads, rows, width = self.case.shape.tensor(tensor)
-        x = np.empty((batch, heads, rows, width))
+        x = np.empty((batch, heads, rows, width), np.float64 if self.case.rows is None else np.float32)
         for b, h, start in itertools.product(range(batch), range(heads), range(0, rows, BLOCK_ROWS)):
             stop = min(start + BLOCK_ROWS, rows)
             x[b, h, start:stop] = draw(self.generator(tensor, b, h, start), (stop - start, width))
@@ -80,7 +80,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         raise ValueError(f"case {case.id} draws {case.draw.kind!r}; allowed: {', '.join(KINDS)}")
     source = Source(case, seed)
     try:
-        q, k, v = (x.double().contiguous() for x in draw(source, **case.draw.params))
+        wide = torch.float64 if case.rows is None else torch.float32
+        q, k, v = (x.to(wide).contiguous() for x in draw(source, **case.draw.params))
     except (TypeError, ArithmeticError, IndexError, MemoryError) as error:
         first_line = str(error).partition("\n")[0]
         raise ValueError(
@@ -95,7 +96,8 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         raise ValueError(f"case {case.id} has shape {case.shape} but its inputs have {got}; make them agree")
     digest = hashlib.sha256()
     for x in (q, k, v, *drawn.values()):
-        digest.update(np.ascontiguousarray(x.numpy()).tobytes())
+        whole = np.ascontiguousarray(x.numpy())
+        digest.update(whole.tobytes() if case.rows is None else whole.data)  # a long context needs no copy
     return Inputs(q, k, v, digest.hexdigest(), extras)
 
 

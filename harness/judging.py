@@ -16,20 +16,29 @@ import torch
 from torch import Tensor
 
 from harness.advice import layout_advice, lse_advice, unscaled_advice
+from harness.by_head import (
+    expectations_by_head,
+    hazards_by_head,
+    holds,
+    is_long,
+    store_narrow,
+    truth_by_head,
+)  # fmt: skip
 from harness.compare import compare, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
-from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form, expectations
+from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
-from harness.operands import Extras, check
-from harness.quantize import Stored, quantize, store
+from harness.operands import Extras, check, shown
+from harness.quantize import Stored, quantize, store, three
+from harness.query_rows import Rows, choose_rows, name_rows
 from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
 from harness.sample import choose
 from harness.spec import AttentionSpec, rules_in_spec
 from harness.suspects import Setting
-from harness.truth import Truth, reference
+from harness.truth import Truth
 from harness.twins import Twins
 from harness.verdict import Bench, Verdict
 
@@ -43,7 +52,8 @@ NO_EXACT = "the exact inputs were not given; pass exact=(q, k, v), or quantize=T
 class Judgement:
     """`errors` are against the stored truth, `total_errors` against the exact truth (None without it), `lse_errors`
     where an lse was given. `diagnosis` is None unless something failed. `floor`: the rel_l2 against the exact truth
-    that this recipe would have with ideal scales."""
+    that this recipe would have with ideal scales. `rows`: those that were judged, None for all; every row number is
+    that of the whole call."""
 
     status: Status
     precision: Status
@@ -56,10 +66,14 @@ class Judgement:
     diagnosis: Diagnosis | None
     margins: Margins
     floor: float = math.nan
+    rows: Rows | None = None
 
     def __str__(self) -> str:
         m = self.margins
         lines = [f"implementation: {self.status.value}"]
+        if self.rows is not None:
+            lines.append(f"  judged by {self.rows}")
+            lines += [f"  {self.rows.unseen}"] if self.rows.unseen else []
         lines += [f"  {reason}" for reason in self.reasons]
         if self.diagnosis is not None:
             lines.append(f"  likeliest: {self.diagnosis}")
@@ -83,6 +97,7 @@ def judge(
     lse: Tensor | None = None, mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
     kv_lens: Tensor | None = None, scales: Any = None, exact: tuple[Tensor, Tensor, Tensor] | None = None,
     quantize: bool = False, form: Form = BLACK_BOX, budget: float | None = None,
+    rows: int | Sequence[int] | Tensor | Rows | None = None, seed: int = 0,
 ) -> Judgement:  # fmt: skip
     """Judge attention's output `out` `[B, H, L, E]` (any float dtype) for q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v
     `[B, Hkv, S, E]`.
@@ -93,9 +108,18 @@ def judge(
     `form` says how the kernel arranges its sums (a flash-like one by default). `lse` `[B, H, L]` is compared by classes
     and ceiling.
 
+    `rows`: judge a call of many rows by some of them: so many, chosen by `choose_rows` with this seed, or those named
+    by number or `harness.Rows`. q, out, lse, mask and bias may then hold all rows or, where `harness.Rows` says which,
+    these alone. What they need grows with rows · S; K and V of a long context are never copied whole.
+
     Raises ValueError for shapes, types or values that do not fit, saying what was given and what is allowed.
     """
     recipe, spec = get_recipe(recipe), spec or AttentionSpec()
+    if rows is not None:
+        return _judge_rows(
+            _Given(out, q, k, v, lse, mask, bias, sinks, kv_lens), spec, recipe, scales, exact, quantize, form, budget,
+            rows, seed,
+        )  # fmt: skip
     shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
     _check_output("out", out, shape.tensor("out"), q.device)
     if lse is not None:
@@ -111,6 +135,101 @@ def judge(
     docket = Docket(stored, spec, extras, recipe, exact)
     (verdict,) = docket.verdicts([out], [form])
     return docket.advised(out, docket.judgement(out, verdict, lse, form, docket.hazards(), budget))
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What is judged by some of its rows."""
+
+    out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    lse: Tensor | None
+    mask: Any
+    bias: Any
+    sinks: Any
+    kv_lens: Any
+
+
+def _judge_rows(
+    x: _Given, spec: AttentionSpec, recipe: Recipe, scales: Any, exact: Any, quantize: bool, form: Form,
+    budget: float | None, rows: Any, seed: int,
+) -> Judgement:  # fmt: skip
+    shape, extras = check(x.q, x.k, x.v, spec, None, None, x.sinks, x.kv_lens)
+    if not isinstance(form, Form):
+        raise ValueError(f"form is {form!r}; allowed: a harness.error_model.Form")
+    check_budget(budget, exact is not None or quantize)
+    if exact is not None:
+        _check_exact(exact, (x.q, x.k, x.v))
+    elif quantize:
+        exact = (x.q, x.k, x.v)
+    chosen = _chosen(x, spec, rows, seed, extras.kv_lens)
+    width = shape.tensor("out")
+    size = (*width[:2], len(chosen), width[3])
+    out = taken("out", x.out, chosen)
+    lse = None if x.lse is None else taken("lse", x.lse, chosen)
+    mask, bias = (
+        None if m is None else taken(n, m[(None,) * (4 - m.dim())], chosen) if isinstance(m, Tensor) else m
+        for n, m in (("mask", x.mask), ("bias", x.bias))
+    )
+    q = taken("q", x.q, chosen)
+    _, extras = check(q, x.k, x.v, spec, mask, bias, x.sinks, x.kv_lens, chosen)
+    _check_output("out", out, size, x.q.device)
+    if lse is not None:
+        _check_output("lse", lse, size[:3], x.q.device)
+    stored = store_rows((x.q, x.k, x.v), chosen, recipe, scales, quantize)
+    if exact is not None:
+        exact = (taken("q", exact[0], chosen), *exact[1:])
+    docket = Docket(stored, spec, extras, recipe, exact)
+    (verdict,) = docket.verdicts([out], [form])
+    return docket.judgement(out, verdict, lse, form, docket.hazards(), budget)
+
+
+def _chosen(x: _Given, spec: AttentionSpec, rows: Any, seed: int, kv_lens: Tensor | None) -> Rows:
+    """The rows to judge by."""
+    if isinstance(rows, int):
+        return choose_rows(x.q, x.k, spec, rows=rows, seed=seed, kv_lens=kv_lens)
+    chosen = rows if isinstance(rows, Rows) else name_rows(rows, x.q.shape[2])
+    if x.q.shape[2] not in (chosen.of, len(chosen)):
+        raise ValueError(
+            f"q has {x.q.shape[2]} rows, and rows are {len(chosen)} of {chosen.of}; allowed: q of all of them, or of"
+            " these alone"
+        )
+    return chosen
+
+
+def taken(name: str, x: Any, rows: Rows) -> Tensor:
+    """These rows of `x` `[B, H, rows, …]`, which holds all rows, these alone, or one that stands for all."""
+    if not isinstance(x, Tensor) or x.dim() < 3:
+        raise ValueError(f"{name} is {shown(x)}; allowed: a tensor [B, H, L, …]")
+    if x.shape[2] == len(rows) != rows.of or (x.shape[2] == 1 and name in ("mask", "bias")):
+        return x
+    if x.shape[2] != rows.of:
+        raise ValueError(
+            f"{name} has {x.shape[2]} rows; allowed: all {rows.of}, or the {len(rows)} that are judged"
+        )
+    return rows.take(x)
+
+
+def store_rows(
+    tensors: tuple[Tensor, Tensor, Tensor], rows: Rows, recipe: Recipe, scales: Any, quantize: bool
+) -> tuple[Stored, Stored, Stored]:
+    """q of these rows, k and v as stored inputs, `store`'s; those of a long context keep their narrow type. q is stored
+    whole where it is given whole: its scales may be of all its rows."""
+    if is_long(tensors[1], tensors[2]) or tensors[0].numel() > tensors[1].numel():
+        q, k, v = (
+            store_narrow(x, n, recipe, s, quantize)
+            for x, n, s in zip(tensors, TENSORS, three(scales), strict=True)
+        )
+    else:
+        q, k, v = store(tensors, recipe, scales, quantize)
+    if not is_long(tensors[1], tensors[2]):
+        k, v = (replace(x, codes=x.codes.double()) for x in (k, v))
+    if q.codes.shape[2] == rows.of:
+        scale = q.scale if q.scale is None or q.scale.shape[2] == 1 else rows.take(q.scale)
+        q = replace(q, codes=rows.take(q.codes), scale=scale)
+    return replace(q, codes=q.codes.double()), k, v
 
 
 def check_budget(budget: float | None, exact: bool) -> None:
@@ -177,14 +296,15 @@ class Docket:
         storage: Sequence[Hazard] | None = None,
     ) -> None:  # fmt: skip
         self.stored, self.spec, self.extras, self.recipe = stored, spec, extras, recipe
-        self.values = tuple(x.values for x in stored)
+        self.long = is_long(stored[1].codes, stored[2].codes)
         self.exact = None if exact is None else tuple(exact)
-        self.truth = truth or self._truth(self.values, ranges=True)
+        self.truth = truth or self._truth(stored, ranges=True)
         self.exact_truth = exact_truth
         if exact_truth is None and self.exact is not None:
-            pairs = zip(self.exact, self.values, strict=True)
-            same = all(torch.equal(x.to(y.dtype), y) for x, y in pairs)  # BF16 inputs stored in BF16
-            self.exact_truth = self.truth if same else self._truth(self.exact)
+            same = all(
+                holds(y, x) for x, y in zip(self.exact, stored, strict=True)
+            )  # BF16 inputs stored in BF16
+            self.exact_truth = self.truth if same else self._truth([Stored(x) for x in self.exact])
         self._ideal_truth = ideal_truth
         self._first_twin: Tensor | None = None
         self._expected: dict[Form, Expectation] = dict(expected or {})
@@ -198,19 +318,19 @@ class Docket:
         self._storage = storage
         self._hazards: tuple[Hazard, ...] | None = None
 
-    def _truth(self, tensors: Sequence[Tensor], ranges: bool = False) -> Truth:
-        q, k, v = tensors
-        return reference(q, k, v, self.spec, ranges=ranges, **self.extras.as_options())
+    def _truth(self, stored: Sequence[Stored], ranges: bool = False) -> Truth:
+        q, k, v = stored
+        return truth_by_head((q, k, v), self.spec, self.extras, ranges)
+
+    def _values(self) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.values for x in self.stored)
+        return q, k, v
 
     def expected(self, forms: Sequence[Form]) -> list[Expectation]:
         """What each form should show, computed together."""
         new = [f for f in dict.fromkeys(forms) if f not in self._expected]
         if new:
-            q, k, v = self.values
-            found = expectations(
-                self.truth, q, k, v, self.spec, [(self.recipe, f) for f in new], **self.extras.as_options(),
-                scales=tuple(x.scale for x in self.stored),  # type: ignore[arg-type]
-            )  # fmt: skip
+            found = expectations_by_head(self.truth, self.stored, self.spec, self.extras, self.recipe, new)
             self._expected.update(zip(new, found, strict=True))
         return [self._promise(f) for f in forms]
 
@@ -242,8 +362,12 @@ class Docket:
         """Twins and directions, under the expectation of the form that comes first."""
         if self._bench is None:
             (expected,) = self.expected([form])
-            q, k, v = self.values
-            call = Call(q, k, v, self.spec, self.extras, self.recipe, self.truth, expected.variance)
+            q, k, v = self.stored
+            call = Call(
+                q.values, k.codes if self.long else k.values, v.codes if self.long else v.values, self.spec,
+                self.extras, self.recipe, self.truth, expected.variance,
+                scales=(k.scale, v.scale) if self.long else (None, None),
+            )  # fmt: skip
             call = replace(call, sample=choose(call.shape, expected.variance))
             twins = Twins(self.stored, self.spec, self.recipe, self.extras, sample=call.rows)
             if self._first_twin is not None:
@@ -292,25 +416,36 @@ class Docket:
                 total = compare(out, self.exact_truth.out, self.recipe.out_format)
                 self._totals[id(verdict)] = total
         precision, why, floor = self.precision(form, total, budget)
-        return Judgement(
-            status,
-            precision,
-            reasons,
-            why,
-            verdict.errors,
-            total,
-            lse_errors,
-            hazards,
-            diagnosis,
-            verdict.margins,
-            floor,
+        rows = self.extras.rows
+        errors, total, lse_errors = (self._renumbered(e) for e in (verdict.errors, total, lse_errors))
+        assert errors is not None
+        hazards = tuple(
+            h
+            if rows is None or h.where is None or h.stage in "kv"
+            else replace(h, where=self._place(h.where))
+            for h in hazards
         )
+        return Judgement(
+            status, precision, reasons, why, errors, total, lse_errors, hazards, diagnosis, verdict.margins, floor,
+            rows,
+        )  # fmt: skip
+
+    def _place(self, at: tuple[int, ...]) -> tuple[int, ...]:
+        """The same place in the whole call."""
+        return (*at[:2], self.extras.row(at[2]), *at[3:])
+
+    def _renumbered(self, errors: Errors | None) -> Errors | None:
+        if self.extras.rows is None or errors is None or errors.worst is None:
+            return errors
+        return replace(errors, worst=self._place(errors.worst))
 
     def advised(self, out: Tensor, judged: Judgement) -> Judgement:
         """The judgement of an output that came from outside, where what is wrong may be how it was given."""
         if judged.status is not Status.FAIL or self.extras.given or judged.errors.class_mismatch:
             return judged
-        said = layout_advice(out, judged.errors.rel_l2, self.values, self.spec)
+        if self.long or self.extras.rows is not None:
+            return judged
+        said = layout_advice(out, judged.errors.rel_l2, self._values(), self.spec)
         return replace(judged, reasons=(said, *judged.reasons)) if said else judged
 
     def diagnosis(
@@ -393,9 +528,11 @@ class Docket:
         if over.numel() and float(over.nan_to_num(-math.inf).max()) > 0:
             at = unravel(int(over.nan_to_num(-math.inf).argmax()), over.shape)
             size = float((x - t).abs()[at])
-            said = f"lse is off by {size:.3g} at b, h, i = {at}, beyond {float(expected.lse_ceiling[at]):.3g}"
-            what = lse_advice(x, self.truth, expected.lse_ceiling, self.values[1].shape[2])
-            what = what or unscaled_advice(x, self.values, self.spec, self.extras)
+            most = float(expected.lse_ceiling[at])
+            said = f"lse is off by {size:.3g} at b, h, i = {self._place(at)}, beyond {most:.3g}"
+            what = lse_advice(x, self.truth, expected.lse_ceiling, self.stored[1].codes.shape[2])
+            if not what and not self.long:
+                what = unscaled_advice(x, self._values(), self.spec, self.extras)
             return (said, f"lse: {what}") if what else (said,)
         return ()
 
@@ -405,7 +542,11 @@ class Docket:
         if self._hazards is None:
             found = [] if self._storage is None else list(self._storage)
             if self._storage is None and self.exact is not None:
-                found += storage_hazards(tuple(x.double() for x in self.exact), self.stored, self.recipe)
+                found += (
+                    hazards_by_head(self.exact, self.stored, self.recipe)
+                    if self.long
+                    else storage_hazards(tuple(x.double() for x in self.exact), self.stored, self.recipe)
+                )
             if self.truth.ranges is not None:
                 found += predict(self.truth, self.recipe)
             self._hazards = tuple(found)
@@ -471,8 +612,12 @@ class Docket:
             if ideal.storage_key == self.recipe.storage_key or self.exact is None:
                 self._ideal_truth = self.truth
             else:
-                stored = (quantize(x, n, ideal).values for x, n in zip(self.exact, TENSORS, strict=True))
-                self._ideal_truth = self._truth(tuple(stored))
+                self._ideal_truth = self._truth(
+                    [
+                        store_narrow(x, n, ideal, None, True) if self.long else quantize(x, n, ideal)
+                        for x, n in zip(self.exact, TENSORS, strict=True)
+                    ]
+                )
         return self._ideal_truth
 
 

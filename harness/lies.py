@@ -183,5 +183,10 @@ def seen_keys(q_len: int, kv_len: int, spec: AttentionSpec, extras: Extras) -> T
     lengths = [kv_len] if extras.kv_lens is None else extras.kv_lens.tolist()
     seen = torch.zeros(len(lengths), 1, q_len, kv_len, dtype=torch.bool)
     for b, n in enumerate(lengths):
-        seen[b, :, :, :n] = packed_mask([0, q_len], [0, n], spec.causal, spec.window, spec.align)[0]
+        if extras.rows is None:
+            seen[b, :, :, :n] = packed_mask([0, q_len], [0, n], spec.causal, spec.window, spec.align)[0]
+            continue
+        far = torch.arange(n) - (extras.rows.index.cpu()[:, None] + spec.shift(extras.rows.of, n))
+        left, right = -n - extras.rows.of if spec.left is None else -spec.left, spec.right
+        seen[b, :, :, :n] = (far >= left) & (far <= (n + extras.rows.of if right is None else right))
     return seen if extras.mask is None else seen & extras.mask.cpu()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from harness.query_rows import Rows, check_rows
 from harness.spec import AttentionSpec, Shape
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -21,13 +22,15 @@ class Extras:
 
     `mask`: bool, True = attend, broadcasts to `[B, H, L, S]`. `bias`: added to the scaled and softcapped scores,
     same broadcast, −∞ hides. `sinks`: `[H]`, logits that join the denominator with a value of 0. `kv_lens`: `[B]`
-    integers, keys from there on are hidden, and bottom-right alignment meets each sequence's own last key.
+    integers, keys from there on are hidden, and bottom-right alignment meets each sequence's own last key. `rows`: q
+    holds these rows of a longer call, which keep their positions; mask and bias hold as many.
     """
 
     mask: Tensor | None = None
     bias: Tensor | None = None
     sinks: Tensor | None = None
     kv_lens: Tensor | None = None
+    rows: Rows | None = None
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -36,7 +39,33 @@ class Extras:
 
     def as_options(self) -> dict[str, Any]:
         """As keyword arguments."""
-        return {"mask": self.mask, "bias": self.bias, "sinks": self.sinks, "kv_lens": self.kv_lens}
+        return {
+            "mask": self.mask,
+            "bias": self.bias,
+            "sinks": self.sinks,
+            "kv_lens": self.kv_lens,
+            "rows": self.rows,
+        }
+
+    def row(self, i: int) -> int:
+        """The number that row i of q has in the whole call."""
+        return i if self.rows is None else int(self.rows.index[i])
+
+    def at(self, rows: slice, device: torch.device) -> Tensor:
+        """Numbers in the whole call of these rows of q, `[rows]`."""
+        if self.rows is None:
+            return torch.arange(rows.start, rows.stop, device=device)
+        return self.rows.index[rows].to(device)
+
+    def length(self, q_len: int) -> int:
+        """How many rows the whole call has."""
+        return q_len if self.rows is None else self.rows.of
+
+    def ends(self, rows: slice) -> tuple[int, int]:
+        """Numbers of the first of these rows of q, and of the last and one."""
+        if self.rows is None or rows.stop <= rows.start:
+            return rows.start, rows.stop
+        return self.row(rows.start), self.row(rows.stop - 1) + 1
 
     def to(self, device: torch.device | str) -> Extras:
         """All tensors on a device."""
@@ -48,7 +77,7 @@ NO_EXTRAS = Extras()
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Any = None, bias: Any = None,
-    sinks: Any = None, kv_lens: Any = None,
+    sinks: Any = None, kv_lens: Any = None, rows: Any = None,
 ) -> tuple[Shape, Extras]:  # fmt: skip
     """The shape of q, k, v and the extras as tensors on q's device.
 
@@ -65,7 +94,9 @@ def check(
         _has_numbers(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; allowed: one device for all")
-    return _shape_or_hint(q, k, v), _extras(q, k, mask, bias, sinks, kv_lens)
+    if rows is not None:
+        check_rows(rows, q.shape[2])
+    return _shape_or_hint(q, k, v), replace(_extras(q, k, mask, bias, sinks, kv_lens), rows=rows)
 
 
 def _has_numbers(name: str, x: Tensor) -> None:

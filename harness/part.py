@@ -15,11 +15,13 @@ from torch import Tensor
 from harness.directions import Call
 from harness.operands import Extras
 from harness.quantize import Stored
+from harness.query_rows import Rows
 from harness.spec import AttentionSpec
 from harness.truth import Truth
 
 PAIRS = 2**18  # scores of it
 LEAST = 16  # rows of it
+LONG, LONG_PAIRS = 2**15, 2**21  # keys of a long context, and scores of a part of one
 NORMAL = 2.0  # error² ÷ variance of rows that show nothing; others are looked for that show twice as much
 
 
@@ -33,6 +35,12 @@ class Part:
     rows: slice
     keys: slice
     spec: AttentionSpec
+    of: Rows | None = None  # where the call's own rows are some of a longer one
+
+    def number(self, i: int) -> int:
+        """What its row i is called in the whole call."""
+        i += self.rows.start
+        return i if self.of is None else int(self.of.index[i])
 
     @property
     def key(self) -> str:
@@ -61,7 +69,7 @@ class Part:
             t = t[:, heads] if t.shape[1] > 1 else t
             return t[:, :, tokens] if t.shape[2] > 1 else t
 
-        return replace(x, codes=cut(x.codes), scale=None if x.scale is None else cut(x.scale))
+        return replace(x, codes=cut(x.codes).double(), scale=None if x.scale is None else cut(x.scale))
 
     def call(self, call: Call) -> Call:
         """The call that it is."""
@@ -70,10 +78,11 @@ class Part:
             self.broadcast(extras.mask), self.broadcast(extras.bias),
             None if extras.sinks is None else extras.sinks[self.heads],
             None if extras.kv_lens is None else extras.kv_lens[self.batches],
+            None if extras.rows is None else extras.rows.part(self.rows),
         )  # fmt: skip
         out, lse, row_max = (self.outputs(x) for x in (call.truth.out, call.truth.lse, call.truth.row_max))
         truth = Truth(out, lse, row_max)
-        k, v = (x[self.batches][:, self.kv, self.keys] for x in (call.k, call.v))
+        k, v = (call.values(n, self.kv)[self.batches][:, :, self.keys] for n in "kv")
         return Call(
             self.outputs(call.q), k, v, self.spec, own, call.recipe, truth, self.outputs(call.variance)
         )
@@ -84,6 +93,8 @@ def choose(call: Call, out: Tensor) -> Part:
     of the sequences, then of the neighbouring kv heads, that err most."""
     shape = call.shape
     row = max(1, shape.S)
+    if row > LONG:  # one kv head and so few rows that a hundred suspects take a minute
+        return _of_long(call, out)
     count = min(shape.q_len, max(LEAST, PAIRS // (row * max(1, shape.batch * shape.heads))))
     share = _share(call, out)
     rows = _rows(call, share, count)
@@ -95,7 +106,22 @@ def choose(call: Call, out: Tensor) -> Part:
     worst = e[batches].sum(0).reshape(shape.Hkv, shape.group).sum(1)
     first = min(int(worst.argmax()) // kv * kv, shape.Hkv - kv) if worst.numel() else 0
     heads = slice(first * shape.group, (first + kv) * shape.group)
-    return Part(batches, heads, slice(first, first + kv), rows, keys, spec)
+    return Part(batches, heads, slice(first, first + kv), rows, keys, spec, call.extras.rows)
+
+
+def _of_long(call: Call, out: Tensor) -> Part:
+    """The rows of one sequence and kv head that err most, all keys with them."""
+    shape = call.shape
+    count = min(shape.q_len, max(1, LONG_PAIRS // (shape.S * shape.group)))
+    e = (out.double() - call.truth.out).square().nan_to_num(0.0, 0.0, 0.0).sum((2, 3))
+    b, h = divmod(int(e.argmax()), shape.heads)
+    kv = h // shape.group
+    heads = slice(kv * shape.group, (kv + 1) * shape.group)
+    rows = _rows(call, _share(call, out), count)
+    keys, spec = _keys(call, rows)
+    return Part(
+        torch.tensor([b], device=call.q.device), heads, slice(kv, kv + 1), rows, keys, spec, call.extras.rows
+    )
 
 
 def _share(call: Call, out: Tensor) -> Tensor:
@@ -123,12 +149,16 @@ def _movable(call: Call) -> bool:
     """Whether rows of the middle can be a call of their own: keys after the last that they see are left out, and the
     last row then meets the last key."""
     spec, extras = call.spec, call.extras
+    if extras.rows is not None:  # they keep their positions wherever they are
+        return True
     free = spec.left is None and spec.right is None
     return extras.kv_lens is None and (free or spec.right == 0)
 
 
 def _keys(call: Call, rows: slice) -> tuple[slice, AttentionSpec]:
     shape, spec = call.shape, call.spec
+    if call.extras.rows is not None:
+        return slice(0, shape.S), spec
     at_end = rows.stop == shape.q_len if spec.align == "bottom-right" else rows.start == 0
     if at_end or (spec.left is None and spec.right is None):
         return slice(0, shape.S), spec

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,13 +33,17 @@ def by_head(out: Tensor, truth: Tensor, variance: Tensor) -> list[Place]:
     ]
 
 
-def by_position(out: Tensor, truth: Tensor, variance: Tensor, parts: int = PARTS) -> list[Place]:
-    """At most `parts` ranges of query rows, all heads and sequences together."""
+def by_position(
+    out: Tensor, truth: Tensor, variance: Tensor, number: Callable[[int], int] = int, parts: int = PARTS
+) -> list[Place]:
+    """At most `parts` ranges of query rows, all heads and sequences together. `number`: what a row is called."""
     length = out.shape[2]
     size = max(1, -(-length // parts))
     ranges = [slice(start, min(start + size, length)) for start in range(0, length, size)]
     return [
-        _place(f"rows {r.start} to {r.stop - 1}", out[:, :, r], truth[:, :, r], variance[:, :, r])
+        _place(
+            f"rows {number(r.start)} to {number(r.stop - 1)}", out[:, :, r], truth[:, :, r], variance[:, :, r]
+        )
         for r in ranges
     ]
 

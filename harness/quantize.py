@@ -200,16 +200,21 @@ def store(
     tensors: tuple[Tensor, Tensor, Tensor], recipe: Recipe, scales: Any = None, round_first: bool = False
 ) -> tuple[Stored, Stored, Stored]:
     """q, k and v as stored inputs. Raises ValueError as `quantize` and `admit` do."""
+    take = quantize if round_first else admit
+    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, three(scales), strict=True))
+    return q, k, v
+
+
+def three(scales: Any) -> Any:
+    """Scales of q, k and v as given. Raises ValueError for what are not three."""
     allowed = "three, for q, k and v, each a tensor, a number or None"
     if scales is None:
-        scales = (None, None, None)
-    elif not isinstance(scales, (tuple, list)):
+        return (None, None, None)
+    if not isinstance(scales, (tuple, list)):
         raise ValueError(f"scales is a {type(scales).__name__}; allowed: a tuple of {allowed}")
     if len(scales) != 3:
         raise ValueError(f"scales has {len(scales)} entries; allowed: {allowed}")
-    take = quantize if round_first else admit
-    q, k, v = (take(x, n, recipe, s) for x, n, s in zip(tensors, TENSORS, scales, strict=True))
-    return q, k, v
+    return scales
 
 
 def _no_scale(scale: Tensor | float | None, name: str, recipe: Recipe) -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 COUNTED_PAIRS = 2**21  # of a head, about: its histograms need no more
 _OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
+
+_PEAKS = ("raw", "score", "score_max", "row_sum")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,25 @@ class Ranges:
     probs_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
     probs_mass: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
     exp_count: Tensor = field(default_factory=lambda: torch.zeros(_OCTAVES, dtype=torch.float64))
+
+    def of_heads(self, first: int) -> Ranges:
+        """The same, of heads that count from `first` in the whole call."""
+        moved: dict[str, Any] = {
+            name: Peak(p.value, p.where and (p.where[0], p.where[1] + first, *p.where[2:]))
+            for name in _PEAKS
+            for p in (getattr(self, name),)
+        }
+        return replace(self, **moved)
+
+    def joined(self, other: Ranges) -> Ranges:
+        """Those of both, of different heads."""
+        peaks = {n: max(getattr(self, n), getattr(other, n), key=lambda p: p.value) for n in _PEAKS}
+        rest = {
+            f.name: getattr(self, f.name) + getattr(other, f.name)
+            for f in fields(self)
+            if f.name not in _PEAKS
+        }
+        return Ranges(**peaks, **rest)
 
     def note_raw(
         self, raw: Tensor, hidden: Tensor | None, scale: float | None, at: Place, count: bool

@@ -88,7 +88,7 @@ def _sequence(x: Stored, at: slice) -> Stored:
 
 def _extras_of(extras: Extras, batch: slice | None = None, rows: slice | None = None) -> Extras:
     """The extras of one sequence, or of some rows."""
-    cut: dict[str, Tensor] = {}
+    cut: dict[str, Any] = {}
     for name in ("mask", "bias"):
         x = getattr(extras, name)
         if x is not None:

@@ -37,6 +37,12 @@ class Sample:
     def whole(self) -> bool:
         return self.blocks is None
 
+    def slices(self, scores: int) -> tuple[slice, ...] | None:
+        """The blocks, for an algorithm that is to run some rows of so many scores alone; None: all at once."""
+        if self.blocks is None and self.rows * scores > SCORES and self.rows > ROWS:
+            return tuple(slice(i, min(i + ROWS, self.rows)) for i in range(0, self.rows, ROWS))
+        return self.blocks
+
     def take(self, x: Tensor) -> Tensor:
         """The taken rows of `[B, H, L, …]`."""
         return x if self.blocks is None else torch.cat([x[:, :, b] for b in self.blocks], 2)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from harness.operands import Extras, check, slice_rows_keys
+from harness.query_rows import Rows
 from harness.ranges import COUNTED_PAIRS, Place, Ranges
 from harness.spec import AttentionSpec, Shape, rules_in_spec
 
@@ -40,19 +41,21 @@ class Truth:
 @rules_in_spec
 def reference(
     q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec | None = None, *, mask: Tensor | None = None,
-    bias: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None, ranges: bool = False,
+    bias: Tensor | None = None, sinks: Tensor | None = None, kv_lens: Tensor | None = None, rows: Rows | None = None,
+    ranges: bool = False,
 ) -> Truth:  # fmt: skip
     """Attention in FP64 on the values given: q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]`.
 
     NaN and ±Inf of visible keys and of the query propagate; hidden ones have no effect, and a bias of −∞ hides. A
     visible score of +Inf gives NaN (∞ − ∞); one of −Inf weighs 0 and its value has no effect. A row without any weight
     is 0 with lse −∞, or NaN under `empty_row="nan"`. Runs on q's device in FP64 whatever the inputs' dtype, keeps no
-    gradient, and gives the same bits whatever the inputs' strides. `ranges` also collects the ranges.
+    gradient, and gives the same bits whatever the inputs' strides. `rows`: q holds these rows of a longer call alone,
+    each seeing what it sees there. `ranges` also collects the ranges.
 
     Raises ValueError for shapes, types or options that do not fit.
     """
     spec = spec or AttentionSpec()
-    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
+    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens, rows)
     out = torch.zeros(shape.tensor("out"), dtype=torch.float64, device=q.device)
     lse = torch.full(out.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
     row_max = lse.clone()
@@ -62,8 +65,8 @@ def reference(
             keys, values = _plain(k[b, kv_head]), _plain(v[b, kv_head])
             for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
                 head = _Head(b, h, q[b, h], keys, values, shape, spec, extras, noted)
-                for rows in _row_blocks(shape):
-                    out[b, h, rows], lse[b, h, rows], row_max[b, h, rows] = head.attend(rows)
+                for block in _row_blocks(shape):
+                    out[b, h, block], lse[b, h, block], row_max[b, h, block] = head.attend(block)
     return Truth(out, lse, row_max, noted)
 
 
@@ -98,7 +101,7 @@ class _Head:
 
     def __post_init__(self) -> None:
         self.length = self.shape.S if self.extras.kv_lens is None else int(self.extras.kv_lens[self.b])
-        self.shift = self.spec.shift(self.shape.q_len, self.length)
+        self.shift = self.spec.shift(self.extras.length(self.shape.q_len), self.length)
         self.scale = self.spec.scale_for(self.shape.head_dim)
         self.sink = -math.inf if self.extras.sinks is None else float(self.extras.sinks[self.h].double())
         self.finite = bool(torch.isfinite(self.v).all())
@@ -127,10 +130,11 @@ class _Head:
     def _keys(self, rows: slice) -> slice:
         """Keys inside which lies everything these rows see; `_hidden` decides within it."""
         start, stop = 0, self.length
+        first, last = self.extras.ends(rows)
         if self.spec.left is not None:
-            start = max(start, rows.start + self.shift - self.spec.left)
+            start = max(start, first + self.shift - self.spec.left)
         if self.spec.right is not None:
-            stop = min(stop, rows.stop + self.shift + self.spec.right)
+            stop = min(stop, last + self.shift + self.spec.right)
         start = min(start, self.length)
         return slice(start, max(stop, start))
 
@@ -171,9 +175,15 @@ class _Head:
         size = (rows.stop - rows.start, keys.stop - keys.start)
         origin = keys.start - (rows.start + self.shift)
         hidden = None
-        if self.spec.right is not None and origin + size[1] - 1 > self.spec.right:
+        if self.extras.rows is not None:
+            hidden = self._apart(rows, keys)
+        elif self.spec.right is not None and origin + size[1] - 1 > self.spec.right:
             hidden = self._ones(size).triu(self.spec.right - origin + 1)
-        if self.spec.left is not None and origin - (size[0] - 1) < -self.spec.left:
+        if (
+            self.extras.rows is None
+            and self.spec.left is not None
+            and origin - (size[0] - 1) < -self.spec.left
+        ):
             before = self._ones(size).tril(-self.spec.left - origin - 1)
             hidden = before if hidden is None else hidden | before
         if self.extras.mask is not None:
@@ -182,6 +192,22 @@ class _Head:
         if self.extras.bias is not None:
             biased = self._of_head(self.extras.bias, rows, keys) == -math.inf
             hidden = biased.expand(size) if hidden is None else hidden | biased
+        return hidden
+
+    def _apart(self, rows: slice, keys: slice) -> Tensor | None:
+        """Pairs hidden by causality or window from rows that are no neighbours."""
+        at = self.extras.at(rows, self.q.device)[:, None] + self.shift
+        j = torch.arange(keys.start, keys.stop, device=self.q.device)
+        hidden = None
+        if self.spec.right is not None:
+            far = min(
+                max(0, int(at[0]) + self.spec.right + 1 - keys.start), len(j)
+            )  # what the first row sees, all see
+            hidden = torch.zeros(at.shape[0], len(j), dtype=torch.bool, device=j.device)
+            hidden[:, far:] = j[far:] > at + self.spec.right
+        if self.spec.left is not None:
+            before = j < at - self.spec.left
+            hidden = before if hidden is None else hidden | before
         return hidden
 
     def _ones(self, size: tuple[int, int]) -> Tensor:

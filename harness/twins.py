@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness import registry
+from harness.by_head import parts_of
 from harness.operands import Extras
 from harness.quantize import Stored
 from harness.recipe import Recipe
@@ -36,7 +37,7 @@ class Twins:
     ) -> None:  # fmt: skip
         self._stored, self._spec, self._recipe, self._extras = stored, spec, recipe, extras
         self._sample = sample or Sample(stored[0].codes.shape[2])
-        keys = stored[1].codes.shape[2]
+        self._keys = keys = stored[1].codes.shape[2]
         # A block that holds every key does what the one before it does, unless P is normalised early.
         early = recipe.normalise == "early"
         self._left: list[int | str | None] = [
@@ -59,9 +60,13 @@ class Twins:
         while len(self._made) <= index:
             block = self._left.pop(0)
             name, options = _ALGORITHMS.get(block, ("online_softmax", {"block": block}))
+            rows = self._sample.slices(self._keys * self._stored[0].codes.shape[1])
             with torch.no_grad():
-                result = registry.get(name).run_stored(
-                    self._stored, self._spec, self._recipe, self._extras, rows=self._sample.blocks, **options
-                )
-            self._made.append(result.out.double())
+                parts = [
+                    registry.get(name)
+                    .run_stored(own, self._spec, self._recipe, extras, rows=rows, **options)
+                    .out
+                    for _, own, extras in parts_of(self._stored, self._extras)
+                ]
+            self._made.append(torch.cat(parts, 1).double())
         return self._made[index]

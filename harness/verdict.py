@@ -92,6 +92,7 @@ class Ground:
     limits: Limits
     independent: Tensor
     own_rounding: Tensor | float
+    number: Callable[[int], int] = int  # that a row has in the whole call
 
 
 Wider = Callable[[], tuple[Tensor, Tensor]]
@@ -125,7 +126,8 @@ class Bench:
 
     @property
     def ground(self) -> Ground:
-        return Ground(self.call.truth.out.shape, self.limits, self.independent, self.own_rounding)
+        number = self.call.extras.row
+        return Ground(self.call.truth.out.shape, self.limits, self.independent, self.own_rounding, number)
 
     @property
     def own_rounding(self) -> Tensor | float:
@@ -178,13 +180,13 @@ class Bench:
         finite = torch.isfinite(out) & torch.isfinite(truth)
         e = out - truth if bool(finite.all()) else torch.where(finite, out - truth, 0.0)
         reasons = list(class_reasons(errors))
-        over, reason = over_ceiling(e, ceiling)
+        over, reason = over_ceiling(e, ceiling, self.call.extras.row)
         yard = Yardstick(e, variance, finite, self.ground)
         if wider is not None and (reason or yard.reasons()):
             variance, ceiling = (
                 torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True)
             )
-            over, reason = over_ceiling(e, ceiling)
+            over, reason = over_ceiling(e, ceiling, self.call.extras.row)
             yard = Yardstick(e, variance, finite, self.ground)
         reasons += reason + yard.reasons()
         taken = self.call.rows.take(out)
@@ -404,7 +406,10 @@ class Yardstick:
         per = {"head": 1, "rows": max(-(-rows // BLOCK_ROWS), 1), "row": max(rows, 1)}[name]
         which, i = divmod(index, per)
         b, h = divmod(which, heads)
-        at = {"head": "", "rows": f" i={i * BLOCK_ROWS}…", "row": f" i={i}"}[name]
+        number = self.ground.number
+        at = (
+            "" if name == "head" else f" i={number(i * BLOCK_ROWS)}…" if name == "rows" else f" i={number(i)}"
+        )
         return f"b={b} h={h}{at}"
 
     def _elements(self, e: Tensor, variance: Tensor, finite: Tensor, slack: float) -> None:
@@ -414,12 +419,14 @@ class Yardstick:
         limit = slack * threshold(e.numel())
         worst = int(z.argmax())
         at = unravel(worst, e.shape)
+        at = (*at[:2], self.ground.number(at[2]), at[3])
         self.levels.append((f"element {at}", float(z.flatten()[worst]) / limit, float(z.flatten()[worst])))
 
     def reasons(self) -> list[str]:
         found = []
         if bool(self.exact.any()):
             b, h, i = (int(n) for n in self.exact.nonzero()[0])
+            i = self.ground.number(i)
             found.append(f"row b={b} h={h} i={i} has no rounding to excuse it and differs from the truth")
         name, share, value = max(self.levels, key=lambda x: x[1], default=("", 0.0, 0.0))
         if share > 1:
@@ -479,8 +486,9 @@ def class_reasons(errors: Errors) -> list[str]:
     return [f"classes differ from the stored truth: {found}"]
 
 
-def over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
-    """The largest error ÷ ceiling, and what it says when it is above 1. A bound of 0 allows no error."""
+def over_ceiling(e: Tensor, ceiling: Tensor, number: Callable[[int], int] = int) -> tuple[float, list[str]]:
+    """The largest error ÷ ceiling, and what it says when it is above 1. A bound of 0 allows no error. `number`: what a
+    row is called."""
     bound = torch.where(torch.isnan(ceiling), math.inf, ceiling)
     share = torch.where(e == 0, 0.0, e.abs() / bound)
     if not share.numel():
@@ -492,7 +500,7 @@ def over_ceiling(e: Tensor, ceiling: Tensor) -> tuple[float, list[str]]:
     b, h, i, c = unravel(worst, e.shape)
     size, most = float(e[b, h, i, c].abs()), float(bound[b, h, i, c])
     return value, [
-        f"error {size:.3g} at b={b} h={h} i={i} c={c} exceeds {most:.3g}, which no correct run does"
+        f"error {size:.3g} at b={b} h={h} i={number(i)} c={c} exceeds {most:.3g}, which no correct run does"
     ]
 
 

@@ -67,12 +67,14 @@ def descaled(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 def key_range(p: Problem, rows: slice) -> slice:
     """The keys that some of these rows may see by causality and window; mask and lengths can only hide more."""
-    shifts = [p.spec.shift(p.shape.q_len, p.shape.S)]
+    length = p.extras.length(p.shape.q_len)
+    first, last = p.extras.ends(rows)
+    shifts = [p.spec.shift(length, p.shape.S)]
     if p.extras.kv_lens is not None and p.spec.align == "bottom-right" and p.shape.batch:
         lens = p.extras.kv_lens.tolist()
-        shifts = [min(lens) - p.shape.q_len, max(lens) - p.shape.q_len]
-    low = 0 if p.spec.left is None else max(0, rows.start + min(shifts) - p.spec.left)
-    high = p.shape.S if p.spec.right is None else min(p.shape.S, rows.stop + max(shifts) + p.spec.right)
+        shifts = [min(lens) - length, max(lens) - length]
+    low = 0 if p.spec.left is None else max(0, first + min(shifts) - p.spec.left)
+    high = p.shape.S if p.spec.right is None else min(p.shape.S, last + max(shifts) + p.spec.right)
     return slice(min(low, p.shape.S), max(high, min(low, p.shape.S)))
 
 
@@ -94,19 +96,21 @@ def visible(p: Problem, rows: slice, keys: slice) -> Tensor | None:
 def _seen_by_position(p: Problem, rows: slice, keys: slice) -> Tensor | None:
     """Causality, window and lengths as `[B|1, 1, rows, keys]`; None when this block is wholly visible."""
     left, right, lens = p.spec.left, p.spec.right, p.extras.kv_lens
-    shift = p.spec.shift(p.shape.q_len, p.shape.S)
+    length = p.extras.length(p.shape.q_len)
+    shift = p.spec.shift(length, p.shape.S)
     if lens is None:
-        first, last = rows.start + shift, rows.stop - 1 + shift
+        first, last = (n + shift for n in p.extras.ends(rows))
+        last -= 1
         if (left is None or keys.start >= last - left) and (right is None or keys.stop - 1 <= first + right):
             return None
     device = p.q.device
-    i = torch.arange(rows.start, rows.stop, device=device)[:, None]
+    i = p.extras.at(rows, device)[:, None]
     j = torch.arange(keys.start, keys.stop, device=device)[None, :]
     if lens is None:
         position, seen = (i + shift)[None, None], torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device)
     else:
         n = lens.view(-1, 1, 1, 1)
-        position = i + (n - p.shape.q_len) if p.spec.align == "bottom-right" else i[None, None]
+        position = i + (n - length) if p.spec.align == "bottom-right" else i[None, None]
         seen = j < n
     if left is not None:
         seen = seen & (j >= position - left)

@@ -59,9 +59,14 @@ def recipe_of(name: str) -> Recipe:
     "--quantize", is_flag=True, help="q, k and v are values before their rounding to the recipe's storage."
 )
 @click.option("--budget", type=float, default=None, help="rel_l2 against the exact truth that is allowed.")
+@click.option(
+    "--rows", type=click.IntRange(8), default=None, metavar="N", help="Judge by so many rows of each head."
+)
+@click.option("--seed", type=click.IntRange(0), default=0, metavar="N", help="Of the rows that --rows draws.")
 @click.option("--out", type=FILE, default=None, help="Write the record there, one JSON line.")
 def judge(
-    path: Path, causal: bool | None, recipe: str | None, quantize: bool, budget: float | None, out: Path | None,
+    path: Path, causal: bool | None, recipe: str | None, quantize: bool, budget: float | None, rows: int | None,
+    seed: int, out: Path | None,
     **options: str | None,
 ) -> int:  # fmt: skip
     """Judge tensors q, k, v and out of a safetensors file; lse, mask, bias, sinks, kv_lens and scales may be there too.
@@ -83,7 +88,7 @@ def judge(
         )
     try:
         known = known or get_recipe(dump.recipe or "")  # a file names one; only the caller names files
-        found = judge_dump(dump, known, quantize, budget)
+        found = judge_dump(dump, known, quantize, budget, rows, seed)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     spec = dump.spec

@@ -121,7 +121,8 @@ def _attributions(chosen: Selection, names: tuple[str, ...]) -> Iterator[Attribu
 
 def _qualities(chosen: Selection, names: tuple[str, ...], lengths: tuple[int, ...]) -> Iterator[Evidence]:
     """Of every implementation, recipe and length. Without the extra: one line, and nothing."""
-    from harness.capture import MissingExtra, load_model
+    from harness.capture import load_model
+    from harness.optional import MissingExtra
     from harness.quality import passes, qualities, shipped_text
 
     text = shipped_text()

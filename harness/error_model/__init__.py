@@ -18,6 +18,7 @@ from harness.error_model.form import BLACK_BOX, SERIAL, WHOLE, Form, form_of
 from harness.error_model.problem import Problem
 from harness.error_model.variance import spread, unpredicted
 from harness.operands import check, squares_fit_fp32
+from harness.query_rows import Rows
 from harness.recipe import Recipe, get_recipe
 from harness.spec import AttentionSpec
 from harness.truth import Truth, reference
@@ -44,29 +45,30 @@ class Expectation:
 def expectations(
     truth: Truth, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, pairs: Sequence[tuple[str | Recipe, Form]], *,
     mask: Tensor | None = None, bias: Tensor | None = None, sinks: Tensor | None = None,
-    kv_lens: Tensor | None = None, scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
+    kv_lens: Tensor | None = None, rows: Rows | None = None,
+    scales: tuple[Tensor | None, Tensor | None, Tensor | None] | None = None,
 ) -> tuple[Expectation, ...]:  # fmt: skip
     """One Expectation for each (recipe, form); equal pairs share one, and all share scores and weights.
 
     `truth` is that of these q `[B, H, L, D]`, k `[B, Hkv, S, D]`, v `[B, Hkv, S, E]` (stored values) and options;
     `scales` those of q, k and v as the arithmetic applies them. Raises ValueError as `reference` does.
     """
-    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens)
+    shape, extras = check(q, k, v, spec, mask, bias, sinks, kv_lens, rows)
     named = [(recipe, f.under(recipe, shape.S)) for recipe, f in ((get_recipe(r), f) for r, f in pairs)]
     wide = any(r.base == "fp64" for r, _ in named) or not squares_fit_fp32(v)
     dtype = torch.float64 if wide else torch.float32
     split = (shape.batch * shape.Hkv, shape.group, shape.q_len)
     problem = Problem(
         shape, spec, extras, q.double().reshape(*split, shape.head_dim),
-        k.double().flatten(0, 1), v.double().flatten(0, 1), truth.out.reshape(*split, shape.E),
+        k.flatten(0, 1), v.flatten(0, 1), truth.out.reshape(*split, shape.E),
         scales or (None, None, None), dtype,
     )  # fmt: skip
     results: dict[tuple[str, Form], Expectation] = {}
     for recipe, form in named:
         if (recipe.digest, form) not in results:
             results[recipe.digest, form] = _blank(truth)
-    for heads, rows in problem.parts():
-        block = Block(heads, rows)
+    for heads, part in problem.parts():
+        block = Block(heads, part)
         for recipe, form in {(r.digest, f): (r, f) for r, f in named}.values():
             _fill(results[recipe.digest, form], block, recipe, form)
     for result in results.values():

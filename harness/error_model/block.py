@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from harness.error_model.form import rounded
-from harness.error_model.problem import CHUNK, NEGLIGIBLE, Heads, early
+from harness.error_model.problem import BLOCK_KEYS, CHUNK, NEGLIGIBLE, Heads, early
 from harness.formats import get_format
 from harness.recipe import Recipe
 
@@ -85,17 +85,44 @@ class Block:
                 and self.heads.k_finite
             ):
                 return q @ k.mT
-        return (self.q * self.scale) @ self.k.mT
+        q, step = self.q * self.scale, BLOCK_KEYS
+        if self.k.shape[1] <= step:
+            return q @ self.k.double().mT
+        s = q.new_empty(*q.shape[:2], self.k.shape[1])
+        for start in range(0, s.shape[-1], step):  # a long context needs no FP64 copy of itself
+            s[..., start : start + step] = q @ self.k[:, start : start + step].double().mT
+        return s
 
     def _hide(self, s: Tensor) -> None:
         """−∞ where hidden, in place; how many keys each row sees."""
-        hidden = self._hidden()
         self.count = (
             torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
         )
+        if (far := self._shown_to_all()) is not None:
+            at = self.p_.extras.at(self.rows, s.device) + self._shift + (self.p_.spec.right or 0)
+            later = torch.arange(self.keys.start + far, self.keys.stop, device=s.device) > at[:, None]
+            s[..., far:].masked_fill_(later.repeat(self.group, 1), -math.inf)
+            self.count -= later.sum(-1, keepdim=True).repeat(self.group, 1)
+            return
+        hidden = self._hidden()
         if hidden is not None:
             s.masked_fill_(hidden, -math.inf)
             self.count -= hidden.sum(-1, keepdim=True)
+
+    @property
+    def _shift(self) -> int:
+        p = self.p_
+        return p.spec.shift(p.extras.length(p.shape.q_len), p.shape.S)
+
+    def _shown_to_all(self) -> int | None:
+        """How many of the keys every row sees, where nothing but the right edge hides any; else None."""
+        spec, extras = self.p_.spec, self.p_.extras
+        hiding = (spec.left, extras.kv_lens, extras.mask, extras.bias)
+        if extras.rows is None or spec.right is None or any(x is not None for x in hiding):
+            return None
+        last: int = extras.ends(self.rows)[0] + self._shift + spec.right
+        shown: int = min(max(0, last + 1 - self.keys.start), self.keys.stop - self.keys.start)
+        return shown
 
     @property
     def lin(self) -> Tensor:
@@ -122,9 +149,10 @@ class Block:
         lens = [p.shape.S]
         if p.extras.kv_lens is not None and p.spec.align == "bottom-right" and p.shape.batch:
             lens = p.extras.kv_lens.tolist()
-        shifts = [p.spec.shift(p.shape.q_len, n) for n in lens]
-        start = 0 if p.spec.left is None else max(0, rows.start + min(shifts) - p.spec.left)
-        stop = p.shape.S if p.spec.right is None else rows.stop + max(shifts) + p.spec.right
+        shifts = [p.spec.shift(p.extras.length(p.shape.q_len), n) for n in lens]
+        first, last = p.extras.ends(rows)
+        start = 0 if p.spec.left is None else max(0, first + min(shifts) - p.spec.left)
+        stop = p.shape.S if p.spec.right is None else last + max(shifts) + p.spec.right
         start = min(start, p.shape.S)
         return slice(start, max(start, min(stop, p.shape.S)))
 
@@ -141,12 +169,12 @@ class Block:
         p, left, right = self.p_, self.p_.spec.left, self.p_.spec.right
         hidden = None
         if left is not None or right is not None or p.extras.kv_lens is not None:
-            i = torch.arange(self.rows.start, self.rows.stop, device=p.q.device)[:, None]
+            i = p.extras.at(self.rows, p.q.device)[:, None]
             j = torch.arange(self.keys.start, self.keys.stop, device=p.q.device)
             n: Tensor | int = p.shape.S
             if p.extras.kv_lens is not None:
                 n = p.extras.kv_lens.view(-1, 1, 1, 1)
-            at = i + (n - p.shape.q_len) if p.spec.align == "bottom-right" else i
+            at = i + (n - p.extras.length(p.shape.q_len)) if p.spec.align == "bottom-right" else i
             hidden = j >= n
             if right is not None:
                 hidden = hidden | (j > at + right)
@@ -289,7 +317,7 @@ class Block:
         if w.shape[-1]:
             own = w.gather(-1, self.top).double()
             w = w.scatter(-1, self.top, 0.0)
-            values = v.v[:, self.keys].gather(1, self.top.expand(-1, -1, self.o.shape[-1]))
+            values = v.v[:, self.keys].gather(1, self.top.expand(-1, -1, self.o.shape[-1])).double()
             apart = own * (values - point) ** 2
         else:
             apart = torch.zeros_like(self.o)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from harness.spec import AttentionSpec, Shape
 
 ELEMENTS = 2**20  # of one [rows, keys] buffer; about eight live at a time
 LARGE = 2**22  # pairs of a call
+BLOCK_KEYS = 2**16  # at a time where FP64 is needed
 NEGLIGIBLE = (
     -40.0
 )  # e^-40 = 4e-18 of the largest weight: below it a key is taken for weightless, its error for 0
@@ -30,7 +32,8 @@ def early(t: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Problem:
-    """One call: stored values in FP64, heads folded to kv heads, `[N = B·Hkv, G, L, D]` and `[N, S, D]`."""
+    """One call: stored values, q in FP64, k and v in any type, heads folded to kv heads, `[N = B·Hkv, G, L, D]` and
+    `[N, S, D]`."""
 
     shape: Shape
     spec: AttentionSpec
@@ -58,30 +61,74 @@ class Problem:
                 yield chunk, slice(start, min(start + rows, self.shape.q_len))
 
 
+def _blocks(x: Tensor) -> Iterator[Tensor]:
+    """`[n, keys, width]` in FP64, so many keys at a time that a long context needs no copy of itself."""
+    for start in range(0, x.shape[1], BLOCK_KEYS):
+        yield x[:, start : start + BLOCK_KEYS].double()
+
+
+def _all_finite(x: Tensor) -> bool:
+    return all(bool(torch.isfinite(x[:, i : i + BLOCK_KEYS]).all()) for i in range(0, x.shape[1], BLOCK_KEYS))
+
+
 class Heads:
     """Keys and values of some heads, prepared once for all their rows."""
 
     def __init__(self, p: Problem, part: slice) -> None:
         self.p, self.part = p, part
         self.k, v = p.k[part], p.v[part]
-        v = torch.where(torch.isfinite(v), v, 0.0)
-        self.v = v
+        self.k_finite = _all_finite(self.k)
+        self.v = v if _all_finite(v) else torch.where(torch.isfinite(v), v, 0.0)
+        n, keys, width = v.shape
         # Σ W (v − ω)² = Σ W v² − 2ω Σ W v + ω² Σ W cancels when v is far from 0: v counts from its mean.
-        self.centre = v.mean(1, keepdim=True) if v.shape[1] else v.new_zeros(v.shape[0], 1, v.shape[2])
-        low = (v - self.centre).to(p.dtype)
-        self.moments = torch.cat([low * low, low, low.new_ones(*low.shape[:-1], 1)], -1)
-        self.low, self.abs_v, self.squares = low, v.abs().to(p.dtype), (v * v).to(p.dtype)
+        mean = [x.mean(1, keepdim=True) * (x.shape[1] / keys) for x in _blocks(self.v)]
+        self.centre = sum(mean[1:], mean[0]) if mean else self.k.new_zeros(n, 1, width, dtype=torch.float64)
         self.mean_square = (
-            (low * low).mean(1, keepdim=True) if v.shape[1] else low.new_zeros(self.centre.shape)
+            (self.low * self.low).mean(1, keepdim=True) if keys else self.low.new_zeros(self.centre.shape)
         )
-        k = torch.where(torch.isfinite(self.k), self.k, 0.0)
-        self.k_finite = bool(torch.isfinite(self.k).all())
-        self.finite_k = k.to(p.dtype)
-        lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
-        self.longest = (
-            lengths.amax(1, keepdim=True).to(p.dtype) if k.shape[1] else k.new_zeros(1, 1, 1).to(p.dtype)
-        )
+        lengths = [
+            torch.linalg.vector_norm(
+                x if self.k_finite else torch.where(torch.isfinite(x), x, 0.0), dim=-1
+            ).amax(1)
+            for x in _blocks(self.k)
+        ]
+        longest = torch.stack(lengths).amax(0) if lengths else self.k.new_zeros(1)
+        self.longest = longest[:, None, None].to(p.dtype)
         self.index = torch.arange(part.start, part.stop, device=v.device)
+
+    def _made(self, x: Tensor, width: int, make: Callable[[Tensor], Tensor]) -> Tensor:
+        """`make` of blocks of `x` in FP64, kept in the model's type."""
+        made = torch.empty(*x.shape[:2], width, dtype=self.p.dtype, device=x.device)
+        start = 0
+        for block in _blocks(x):
+            made[:, start : start + block.shape[1]] = make(block)
+            start += block.shape[1]
+        return made
+
+    @cached_property
+    def low(self) -> Tensor:
+        """v from its mean."""
+        return self._made(self.v, self.v.shape[2], lambda x: x - self.centre)
+
+    @cached_property
+    def moments(self) -> Tensor:
+        """Squares of `low`, itself, and 1: what one product with weights sums."""
+        low = self.low
+        return torch.cat([low * low, low, low.new_ones(*low.shape[:-1], 1)], -1)
+
+    @cached_property
+    def abs_v(self) -> Tensor:
+        return self._made(self.v, self.v.shape[2], torch.abs)
+
+    @cached_property
+    def squares(self) -> Tensor:
+        return self._made(self.v, self.v.shape[2], torch.square)
+
+    @cached_property
+    def finite_k(self) -> Tensor:
+        return self._made(
+            self.k, self.k.shape[2], lambda x: x if self.k_finite else torch.where(torch.isfinite(x), x, 0.0)
+        )
 
     def scale(self, name: str) -> Tensor | None:
         """Scales of q `[n, G, L|1, 1]`, k or v `[n, L|1, 1]` for these heads."""

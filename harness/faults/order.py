@@ -38,7 +38,7 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
         k0, v0 = k[:1].expand_as(k), v[:1].expand_as(v)
         yield "cache of sequence 0", "all sequences read the first one's K and V", lambda: x.run(k=k0, v=v0)
         yield "V of sequence 0", "all sequences read the first one's V", lambda: x.run(v=v0)
-    if o.shape[2] > 1:
+    if o.shape[2] > 1 and x.neighbours:
         yield "next row", "each row has the next one's output", lambda: o.roll(-1, 2)
         yield "previous row", "each row has the previous one's output", lambda: o.roll(1, 2)
         yield "rows reversed", "the rows are in reverse order", lambda: o.flip(2)

@@ -56,10 +56,10 @@ def positions(x: Subject) -> Iterator[Fault]:
 
 def _aligned(x: Subject, align: str) -> Tensor:
     """The output under the other alignment: of rows of a part, whose positions depend on the rows of the whole."""
-    spec, extras = replace(x.spec, align=align), Extras(kv_lens=x.extras.kv_lens)
-    seen = seen_keys(x.length, x.k.shape[2], spec, extras)[:, :, x.start : x.start + x.q.shape[2]].to(
-        x.q.device
-    )
+    spec, extras = replace(x.spec, align=align), Extras(kv_lens=x.extras.kv_lens, rows=x.extras.rows)
+    count = x.q.shape[2]
+    length, start = (x.length, x.start) if extras.rows is None else (count, 0)
+    seen = seen_keys(length, x.k.shape[2], spec, extras)[:, :, start : start + count].to(x.q.device)
     seen = seen if x.extras.mask is None else seen & x.extras.mask
     return x.over(seen if x.extras.bias is None else seen & (x.extras.bias != -math.inf))
 

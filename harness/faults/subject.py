@@ -68,10 +68,21 @@ class Subject:
         )
 
     @property
+    def neighbours(self) -> bool:
+        """Whether each row is the one after the row before it."""
+        rows = self.extras.rows
+        return rows is None or int(rows.index[-1] - rows.index[0]) == len(rows) - 1
+
+    @property
     def positions(self) -> Tensor:
         """The key that each row stands at, `[B|1, 1, L, 1]`."""
-        i = torch.arange(self.q.shape[2], device=self.q.device).view(1, 1, -1, 1)
-        return i + (self.lengths - self.q.shape[2] if self.spec.align == "bottom-right" else 0 * self.lengths)
+        count = self.q.shape[2]
+        i = self.extras.at(slice(0, count), self.q.device).view(1, 1, -1, 1)
+        return i + (
+            self.lengths - self.extras.length(count)
+            if self.spec.align == "bottom-right"
+            else 0 * self.lengths
+        )
 
     @property
     def keys(self) -> Tensor:

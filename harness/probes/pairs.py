@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ def permuted(s: Setting) -> Finding:
     order = torch.from_numpy(s.generator("order").permutation(s.shape.S))
     q, k, v = s.base
     truth, expected = s.base_truth
-    moved = {n: x[..., order] for n, x in (("mask", s.extras.mask), ("bias", s.extras.bias))
+    moved: dict[str, Any] = {n: x[..., order] for n, x in (("mask", s.extras.mask), ("bias", s.extras.bias))
              if x is not None and x.shape[-1] > 1}  # fmt: skip
     extras = replace(s.extras, **moved)
     out = s.call((q, _reordered(k, order), _reordered(v, order)), extras=extras).out
@@ -191,7 +192,8 @@ def padded(s: Setting) -> Finding:
         x = getattr(extras, name)
         if x is not None and x.shape[3] > 1:
             pad = x.new_full((*x.shape[:3], more - x.shape[3]), fill)
-            extras = replace(extras, **{name: torch.cat([x, pad], 3)})
+            padded: dict[str, Any] = {name: torch.cat([x, pad], 3)}
+            extras = replace(extras, **padded)
     return within(s.call((q, wide[0], wide[1]), extras=extras).out, truth.out, expected.ceiling)
 
 

@@ -6,6 +6,7 @@ import hashlib
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -188,7 +189,8 @@ def cut(
     group = q.codes.shape[1] // k.codes.shape[1]
     of_q = None if heads is None else slice(heads.start * group, heads.stop * group)
     parts = (_cut(q, batch, of_q, rows), _cut(k, batch, heads, keys), _cut(v, batch, heads, keys))
-    whole, some = slice(None), {}
+    whole = slice(None)
+    some: dict[str, Any] = {}
     for name in ("mask", "bias"):
         x = getattr(extras, name)
         if x is not None:
