@@ -69,7 +69,8 @@ class Versus:
 
 def versus(
     pairs: Iterable[tuple[Contender, Contender]], shapes: Iterable[Shape], spec: AttentionSpec,
-    sides: tuple[Side, Side], budget_s: float, threshold: float, device: str = "cpu", anyway: bool = False, seed: int = 0,
+    sides: tuple[Side, Side], budget_s: float, threshold: float, device: str = "cpu", anyway: bool = False,
+    seed: int = 0,
 ) -> Iterator[Versus]:  # fmt: skip
     """Every pair on every shape, inputs drawn from N(0, 1). All of it counts as one command: the more comparisons, the
     wider their intervals. A side that raises is an ERROR, with its first line.

@@ -190,7 +190,8 @@ def _verdict(v: Versus, threshold: float) -> str:
         Speed.SLOWER: "B is slower",
         Speed.FASTER: "B is faster",
         Speed.SAME: f"no difference at {share}",
-        Speed.UNDECIDED: f"undecided at {share}: raise --budget",
+        Speed.UNDECIDED: f"undecided at {share}, "
+        + ("raise --budget" if t.rounds < t.most else "the difference is too near to it"),
     }[t.verdict]
     return f"B ÷ A = {_ratio(t)} in {t.rounds} rounds: {said}"
 
@@ -198,7 +199,7 @@ def _verdict(v: Versus, threshold: float) -> str:
 def _ratio(t: Paired) -> str:
     x = t.ratio
     return f"{x.median:.3f}" + (
-        f" ({x.low:.3f} to {x.high:.3f})" if x.low > 0 else f" (no interval below {t.needed})"
+        f" ({x.low:.3f} to {x.high:.3f})" if x.low > 0 else f" (no interval below {t.fewest})"
     )
 
 

@@ -23,8 +23,8 @@ THRESHOLD = 0.05
 @dataclass(frozen=True)
 class Paired:
     """`ratio`: B ÷ A. `a_s`, `b_s`: seconds a call, of the quicker spans alone, as in the ratio; their intervals are
-    wider than its where both sides were disturbed. `calls` of A and of B make a span. `needed`: rounds for an
-    interval."""
+    wider than its where both sides were disturbed. `calls` of A and of B make a span. `fewest`, `most`:
+    rounds that an interval needs, and that there may be."""
 
     ratio: Interval
     a_s: Interval
@@ -32,7 +32,8 @@ class Paired:
     verdict: Speed
     rounds: int
     calls: tuple[int, int]
-    needed: int
+    fewest: int
+    most: int
 
 
 def paired(
@@ -47,7 +48,7 @@ def paired(
     for look in until:
         while len(times[0]) < look and (not times[0] or time.perf_counter() < end):
             _round(a, b, calls, times, len(times[0]))
-        found = _found(times, tail, threshold, calls, until[0])
+        found = _found(times, tail, threshold, calls, until)
         decided = found.verdict is not Speed.UNDECIDED and _half(found.ratio) <= NARROW * threshold
         if decided or time.perf_counter() >= end:
             break
@@ -74,11 +75,12 @@ def _round(
 
 
 def _found(
-    times: tuple[list[float], list[float]], tail: float, threshold: float, calls: tuple[int, int], needed: int,
+    times: tuple[list[float], list[float]], tail: float, threshold: float, calls: tuple[int, int],
+    until: tuple[int, ...],
 ) -> Paired:  # fmt: skip
     ratio = interval([y / x for x, y in zip(*times, strict=True)], tail)
     a_s, b_s = (interval(x, tail) for x in times)
-    return Paired(ratio, a_s, b_s, verdict(ratio, threshold), len(times[0]), calls, needed)
+    return Paired(ratio, a_s, b_s, verdict(ratio, threshold), len(times[0]), calls, until[0], until[-1])
 
 
 def _half(x: Interval) -> float:
