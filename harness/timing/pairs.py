@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from harness.timing.rule import Interval, Speed, interval, looks, tail_of, verdict
 
+ORDER = (0, 1, 1, 0, 1, 0, 0, 1)
 Clock = Callable[[int], float]  # seconds that so many calls take
 SPAN_S = (
     1e-3  # of calls that are timed together: a thousand times what the clock and the loop around a call take
@@ -22,7 +23,7 @@ THRESHOLD = 0.05
 
 @dataclass(frozen=True)
 class Paired:
-    """`ratio`: B ÷ A. `a_s`, `b_s`: seconds a call, of the quicker spans alone, as in the ratio; their intervals are
+    """`ratio`: B ÷ A. `a_s`, `b_s`: seconds a call, of the quickest spans alone, as in the ratio; their intervals are
     wider than its where both sides were disturbed. `calls` of A and of B make a span. `fewest`, `most`:
     rounds that an interval needs, and that there may be."""
 
@@ -66,9 +67,9 @@ def _calls(clock: Clock) -> int:
 def _round(
     a: Clock, b: Clock, calls: tuple[int, int], times: tuple[list[float], list[float]], turn: int
 ) -> None:
-    """A B B A, or B A A B every second time; the quicker of both counts."""
+    """A B B A B A A B, or its mirror every second time; the quickest of a side counts."""
     took: tuple[list[float], list[float]] = ([], [])
-    for side in (0, 1, 1, 0) if turn % 2 == 0 else (1, 0, 0, 1):
+    for side in ORDER if turn % 2 == 0 else ORDER[::-1]:
         took[side].append((a, b)[side](calls[side]) / calls[side])
     for side in (0, 1):
         times[side].append(max(min(took[side]), 1e-12))
