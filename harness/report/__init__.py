@@ -17,15 +17,18 @@ from harness.report.markdown import to_markdown
 from harness.report.model import Report
 from harness.report.tables import latest, summary
 from harness.report.text import to_text
-from harness.report.throughput import Timing, read_timings, timings_markdown, timings_text
+from harness.report.throughput import timings_markdown, timings_text
+from harness.report.timings import Context, Timing, read_context, read_timings
 
 __all__ = [
+    "Context",
     "Report",
     "Timing",
     "cases_csv",
     "cells_csv",
     "hazards_csv",
     "latest",
+    "read_context",
     "read_timings",
     "summary",
     "timings_markdown",
