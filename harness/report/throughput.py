@@ -19,8 +19,8 @@ LEGEND = (
     "error ÷ expected: 1 is what is normal for this precision on these inputs (docs/error-model.md). median: of a call"
     " with its inputs in place, caches as the call before left them; interval: 95 %, of the median.",
     "TFLOP/s: products of visible pairs alone, whatever was computed. GB/s: q, k, v and out once. of ceiling: the"
-    " larger of its shares of the product rate (×) and of the copy rate (→) above; a narrow format's product ceiling is the"
-    " better of its own products and FP32's, to which a kernel may widen. Above 100 %: inputs lay in a cache.",
+    " larger of its shares of the product rate (×) and of the copy rate (→) below; a narrow format's product ceiling is"
+    " the better of its own products and FP32's, to which a kernel may widen. Above 100 %: inputs lay in a cache.",
     "Two of these differ where `python -m harness compare A B` says so, by turns; two rows of one table do not say it.",
 )
 

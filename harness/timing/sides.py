@@ -14,6 +14,7 @@ from torch import Tensor
 from harness import registry
 from harness.clock import seconds
 from harness.kernels.child import Child
+from harness.operands import NO_EXTRAS
 from harness.quantize import Stored
 from harness.recipe import TENSORS, Recipe
 from harness.result import Refusal
@@ -61,8 +62,8 @@ class Here:
         p, implementation = problem, registry.get(name)
         if refused := implementation.refusals(p.spec, p.shape, p.recipe):
             raise Refusal("; ".join(refused))
-        out: Tensor = implementation.run_stored(p.stored, p.spec, p.recipe).out
-        whole = partial(implementation.run_stored, p.stored, p.spec, p.recipe)
+        out: Tensor = implementation.run_stored(p.stored, p.spec, p.recipe, NO_EXTRAS).out
+        whole = partial(implementation.run_stored, p.stored, p.spec, p.recipe, NO_EXTRAS)
         bare = hasattr(implementation, "ready")  # a package's own implementation need not have it
         call = implementation.ready(p.stored, p.spec, p.recipe) if bare else whole
         own = getattr(call, "seconds", None)  # a kernel in a process of its own is timed in there

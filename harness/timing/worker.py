@@ -1,8 +1,8 @@
 """The process of one checkout: runs its implementations on inputs that come in, and times them.
 
 Started as `python -P worker.py ROOT`, with ROOT, whose `harness` it imports, first on the path. That harness may be
-older than this file, which therefore uses no more of it than `registry.get`, `get_recipe`, `AttentionSpec`, `Stored`
-and `run_stored`, and takes the clock and the messages from beside itself.
+older than this file, which therefore uses no more of it than `registry.get`, `get_recipe`, `AttentionSpec`,
+`Shape`, `Stored`, `NO_EXTRAS` and `run_stored`, and takes the clock and the messages from beside itself.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ def answer(
         run = alone if asked["bare"] and alone else full
         return {"seconds": seconds(run, asked["calls"], asked["device"])}, {}
     from harness import registry
+    from harness.operands import NO_EXTRAS
     from harness.quantize import Stored
     from harness.recipe import get_recipe, load_recipe
     from harness.spec import AttentionSpec, Shape
@@ -58,7 +59,7 @@ def answer(
     q, k, v = (Stored(placed[n], placed.get(f"{n}_scale")) for n in NAMES)
 
     def whole() -> Any:
-        return implementation.run_stored((q, k, v), spec, recipe)
+        return implementation.run_stored((q, k, v), spec, recipe, NO_EXTRAS)
 
     result = whole()
     bare = implementation.ready((q, k, v), spec, recipe) if hasattr(implementation, "ready") else None
