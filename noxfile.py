@@ -277,6 +277,9 @@ def throughput(session: nox.Session) -> None:
         measured.unlink()  # an earlier run's numbers must not be reported as this one's
     path = measured.as_posix()
     _run(session, _pytest_code, "-m", "pytest", "benchmarks/", f"--benchmark-json={path}", *session.posargs)
+    if not measured.exists():  # every cell was refused or did not pass
+        _codes.add(NOTHING_RAN)
+        session.error("nothing was timed: see the reasons above")
     _run(session, _harness_code, "-m", "harness", "report", "--throughput", path)
 
 

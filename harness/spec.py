@@ -194,6 +194,22 @@ def _as_rules(given: Mapping[str, object]) -> dict[str, object]:
     return {_RULES[name]: x for name, x in given.items()}
 
 
+def parse_shape(text: str) -> Shape:
+    """`B,H,L,D`, or `B,H,L,S,D` for S keys; `H/G` heads share G kv heads. Raises ValueError."""
+    batch, _, rest = text.partition(",")
+    heads, _, rest = rest.partition(",")
+    heads, slash, shared = heads.partition("/")
+    numbers = [batch, heads, *([shared] if slash else []), *rest.split(",")]
+    if len(rest.split(",")) not in (2, 3) or not all(n.strip().isdecimal() for n in numbers):
+        raise ValueError(
+            f"shape is {text!r}; allowed: B,H,L,D or B,H,L,S,D, such as 1,8,4096,64 or 1,8/2,1,4096,64"
+        )
+    length, *keys, width = (int(n) for n in rest.split(","))
+    return Shape(
+        int(batch), int(heads), length, width, int(shared) if slash else None, keys[0] if keys else None
+    )
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """The layer around attention: X `[B, T, D]` to LayerNorm(X + Z) of the same size, D = `width`.

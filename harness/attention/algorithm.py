@@ -98,6 +98,18 @@ class Algorithm:
         dtype = DTYPES[recipe.out_format]
         return Result(out.to(dtype) if dtype.itemsize > 1 else out, lse, ar.flops)
 
+    def ready(
+        self,
+        stored: tuple[Stored, Stored, Stored],
+        spec: AttentionSpec,
+        recipe: Recipe,
+        extras: Extras = NO_EXTRAS,
+    ) -> Callable[[], object]:
+        """The computation alone, its inputs in place: what is timed."""
+        arithmetic = Arithmetic(recipe)
+        problem = _problem(stored, spec, extras, arithmetic.dtype)
+        return lambda: self.body(arithmetic, problem, **self.options)
+
     def _rows(
         self, ar: Arithmetic, p: Problem, rows: Sequence[slice], options: Mapping[str, int]
     ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from harness.dump_options import spec_of
 from harness.recipe import RECIPES, Recipe, get_recipe, load_recipe
 from harness.records import Status, write_records
 from harness.report.text import WIDTH, table
-from harness.spec import Shape
+from harness.spec import parse_shape
 
 if TYPE_CHECKING:
     from harness.judge_file import FileVerdict
@@ -38,7 +38,8 @@ _RULES: tuple[Callable[[Any], Any], ...] = (
 )
 
 
-def _rules(command: F) -> F:
+def rules(command: F) -> F:
+    """The options that set the rules of attention."""
     for option in reversed(_RULES):
         command = option(command)
     return command
@@ -51,7 +52,7 @@ def recipe_of(name: str) -> Recipe:
 
 @cli.command(short_help="Judge tensors that another program wrote.")
 @click.argument("path", type=FILE)
-@_rules
+@rules
 @click.option("-r", "--recipe", metavar="NAME|FILE.toml", help="[default: by the types of q, k and v]")
 @click.option("--layout", metavar="NAME", help="bhsd, bshd or thd.  [default: bhsd]")
 @click.option("--fp8", metavar="NAME", help="What bytes hold: e4m3fn, e4m3fnuz or e5m2.")
@@ -140,7 +141,7 @@ def _cells(p: Place) -> list[str]:
 @cli.command(name="tolerance", short_help="Say what error is normal for a shape and a precision.")
 @click.option("--shape", required=True, metavar="B,H,L,D", help="Or B,H,L,S,D for S keys.")
 @click.option("-r", "--recipe", required=True, metavar="NAME|FILE.toml")
-@_rules
+@rules
 @click.option(
     "--data", default="normal", show_default=True, help="Drawn q, k and v: normal, peaked or outliers."
 )
@@ -148,11 +149,11 @@ def _cells(p: Place) -> list[str]:
     "--probability", type=float, default=1e-3, show_default=True, help="That a correct kernel passes it."
 )
 def tolerance_(
-    shape: str, recipe: str, data: str, probability: float, causal: bool | None, **rules: str | None
+    shape: str, recipe: str, data: str, probability: float, causal: bool | None, **others: str | None
 ) -> int:
     """Say what error a correct kernel shows for a shape and a precision, and the rtol and atol that it comes to."""
-    known, sizes = recipe_of(recipe), _sizes(shape)
-    given = {"causal": str(bool(causal)).lower(), **{k: v for k, v in rules.items() if v is not None}}
+    known, sizes = recipe_of(recipe), parse_shape(shape)
+    given = {"causal": str(bool(causal)).lower(), **{k: v for k, v in others.items() if v is not None}}
     spec = spec_of(given)
     from harness.tolerance import tolerance
 
@@ -161,14 +162,6 @@ def tolerance_(
     for line in _tolerance_lines(found, known, probability):
         click.echo(line if "\n" in line else _wrapped(line))
     return 0
-
-
-def _sizes(text: str) -> Shape:
-    parts = text.split(",")
-    if len(parts) not in (4, 5) or not all(p.strip().isdecimal() for p in parts):
-        raise ValueError(f"shape is {text!r}; allowed: B,H,L,D or B,H,L,S,D, such as 1,8,4096,64")
-    b, h, length, *keys, d = (int(p) for p in parts)
-    return Shape(b, h, length, d, kv_len=keys[0] if keys else None)
 
 
 def _tolerance_lines(found: Tolerance, recipe: Recipe, probability: float) -> list[str]:

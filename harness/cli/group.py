@@ -11,6 +11,7 @@ from harness.cli.exits import USAGE
 
 WIDTH = {"help_option_names": ["-h", "--help"], "max_content_width": 100}
 MODULES = {
+    "compare": "harness.cli.comparing",
     "cost": "harness.cli.costing",
     "review": "harness.cli.reviewing",
     "gate": "harness.cli.gating",

@@ -68,13 +68,14 @@ def refuse_baseline(path: Path) -> None:
 def report_throughput(path: Path, out: Path) -> int:
     """The same for timings that pytest-benchmark stored."""
     from harness.files import write_atomically
-    from harness.report import read_timings, timings_markdown, timings_text
+    from harness.report import read_context, read_timings, timings_markdown, timings_text
 
     timings = read_timings(path)
     if not timings:
         return nothing_ran(f"{path} holds no benchmarks")
-    write_atomically(out / "throughput.md", timings_markdown(timings))
-    click.echo(timings_text(timings))
+    context = read_context(path)
+    write_atomically(out / "throughput.md", timings_markdown(timings, context))
+    click.echo(timings_text(timings, context))
     click.echo(f"written: {out / 'throughput.md'}")
     return 0
 

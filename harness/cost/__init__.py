@@ -8,10 +8,18 @@ from __future__ import annotations
 
 from harness.cost.attention import (
     SCALE_BYTES,
+    attention_bytes,
     attention_flops,
     kv_bytes_per_token,
     kv_cache_bytes,
     visible_pairs,
 )
 
-__all__ = ["SCALE_BYTES", "attention_flops", "kv_bytes_per_token", "kv_cache_bytes", "visible_pairs"]
+__all__ = [
+    "SCALE_BYTES",
+    "attention_bytes",
+    "attention_flops",
+    "kv_bytes_per_token",
+    "kv_cache_bytes",
+    "visible_pairs",
+]

@@ -38,6 +38,16 @@ def attention_flops(shape: Shape, spec: AttentionSpec) -> int:
     return 2 * shape.batch * shape.heads * visible_pairs(shape, spec) * (shape.head_dim + shape.E)
 
 
+def attention_bytes(shape: Shape, recipe: Recipe) -> int:
+    """Bytes of q, k, v and out, each moved once, with the scales of k and v: the least that a call moves."""
+    q, out = (
+        shape.batch * shape.heads * shape.q_len * shape.head_dim,
+        shape.batch * shape.heads * shape.q_len * shape.E,
+    )
+    own = q * get_format(recipe.storage["q"]).bytes + out * get_format(recipe.out_format).bytes
+    return own + kv_cache_bytes(shape, recipe)
+
+
 def kv_bytes_per_token(shape: Shape, recipe: Recipe) -> float:
     """Bytes of K and V, codes and their scales, that one token of one layer holds; scales shared by the tokens of a
     block, head or tensor are spread over kv_len. A short last block has a scale like any other."""

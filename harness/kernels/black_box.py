@@ -7,7 +7,7 @@ refuses the others; what it cannot do it refuses too, and no option is passed ov
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -103,6 +103,27 @@ class BlackBox(ABC):
         """`run` on inputs that are stored already. Raises Refusal where only the tensors tell that it cannot be."""
         if options:
             raise ValueError(f"{self.name} was given {', '.join(options)}; allowed: no options")
+        with torch.no_grad():
+            return self.call(self._native(stored, spec, recipe, extras))
+
+    def ready(
+        self,
+        stored: tuple[Stored, Stored, Stored],
+        spec: AttentionSpec,
+        recipe: Recipe,
+        extras: Extras = NO_EXTRAS,
+    ) -> Callable[[], object]:
+        """The kernel's call alone, inputs and options in place: what is timed. Raises Refusal as `run_stored` does."""
+        with torch.no_grad():
+            return self.bare(self._native(stored, spec, recipe, extras))
+
+    def bare(self, call: Call) -> Callable[[], object]:
+        """A call without what watches it, where a kernel knows one."""
+        return lambda: self.call(call)
+
+    def _native(
+        self, stored: tuple[Stored, Stored, Stored], spec: AttentionSpec, recipe: Recipe, extras: Extras
+    ) -> Call:
         device = stored[0].codes.device
         (b, h, length, d), (_, hk, s, e) = stored[0].codes.shape, stored[2].codes.shape
         shape = Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e)
@@ -112,8 +133,7 @@ class BlackBox(ABC):
             replace(x, codes=in_dtype(x.codes, DTYPES[recipe.storage[name]]))
             for x, name in zip(stored, ("q", "k", "v"), strict=True)
         )
-        with torch.no_grad():
-            return self.call(Call(shape, spec, extras, recipe, *native))
+        return Call(shape, spec, extras, recipe, *native)
 
 
 def in_dtype(codes: Tensor, dtype: torch.dtype) -> Tensor:

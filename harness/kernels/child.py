@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import IO, Any, cast
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from harness.kernels.wire import receive, send
 from harness.registry import LIMIT_VARIABLE
 
+SERVED = ("-m", "harness.kernels.served")
 LIMIT_S = 60.0
 START_S = 120.0  # loading torch and the kernel's module
 MOST_HANGS, MOST_DEATHS = 3, 12  # one after the other, before no more calls are tried
@@ -40,10 +41,11 @@ def limit_s() -> float:
 
 
 class Child:
-    """One process for one kernel, started when first needed, and again after it has died. Not shared by threads."""
+    """One process for one kernel, started when first needed, and again after it has died. Not shared by threads.
+    `program`: what Python runs there, followed by the target; `root`: where it finds its packages first."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self, target: str, program: Sequence[str] = SERVED, root: str = "") -> None:
+        self.target, self.program, self.root = target, tuple(program), root or _here()
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None
         self._signature: dict[str, Any] | None = None
@@ -99,8 +101,8 @@ class Child:
     def _start(self) -> None:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 — it lives as long as the process
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "harness.kernels.served", self.target], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, stderr=self._said, env={**os.environ, "PYTHONPATH": os.pathsep.join(_path())},
+            [sys.executable, *self.program, self.target], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=self._said, env={**os.environ, "PYTHONPATH": os.pathsep.join(_path(self.root))},
             start_new_session=True,  # Ctrl-C is the run's to handle
         )  # fmt: skip
         try:
@@ -164,8 +166,12 @@ def _cause(code: int | None) -> str:
         return f"signal {-code}"
 
 
-def _path() -> list[str]:
-    """Where this package lies, so that the child finds it from any folder, then what was given."""
-    here = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+def _here() -> str:
+    """Where this package lies, so that the child finds it from any folder."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def _path(root: str) -> list[str]:
+    """That, then what was given."""
     given = os.environ.get("PYTHONPATH", "")
-    return [here, *([given] if given else [])]
+    return [root, *([given] if given else [])]

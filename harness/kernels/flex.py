@@ -47,21 +47,29 @@ class Flex(BlackBox):
         return tuple(why)
 
     def call(self, call: Call) -> Result:
-        shape = call.shape
         if call.device.type == "cpu" and not _has_compiler():
             raise Refusal(f"{self.name} is compiled, and no C++ compiler is found here")
         _ran.clear()
         limits = torch._dynamo.config.patch(recompile_limit=GRAPHS, accumulated_recompile_limit=GRAPHS)
         with limits, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns of its own deprecated parts while it compiles
-            out = _compiled()(
-                call.q.codes, call.k.codes, call.v.codes, score_mod=_score_mod(call), block_mask=_block_mask(call),
-                scale=call.spec.scale_for(shape.head_dim), enable_gqa=shape.group > 1,
-            )  # fmt: skip
+            out = self.bare(call)()
         if not _ran:
             raise RuntimeError(f"{self.name} was asked for compiled, but no compiled graph of it ran")
         operator, dtype, device = _ran[-1]
         return Result(out, ran=Ran("torch.compile", (operator,), dtype, device))
+
+    def bare(self, call: Call) -> Callable[[], Tensor]:
+        shape, compiled = call.shape, _compiled()
+        score_mod, block_mask = _score_mod(call), _block_mask(call)
+
+        def run() -> Tensor:
+            return compiled(
+                call.q.codes, call.k.codes, call.v.codes, score_mod=score_mod, block_mask=block_mask,
+                scale=call.spec.scale_for(shape.head_dim), enable_gqa=shape.group > 1,
+            )  # fmt: skip
+
+        return run
 
 
 @cache

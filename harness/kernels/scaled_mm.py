@@ -9,6 +9,7 @@ multiples of 16, which the tensor cores ask for; a zero code adds nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -43,16 +44,25 @@ class ScaledMm(BlackBox):
         return ()
 
     def call(self, call: Call) -> Result:
+        shape, bare = call.shape, self.bare(call)
+        with Seen() as watched:
+            out, lse = bare()
+        flops = 2 * shape.batch * shape.heads * shape.q_len * shape.S * (shape.head_dim + shape.E)
+        return Result(out, lse, flops, watched.ran("torch._scaled_mm"))
+
+    def bare(self, call: Call) -> Callable[[], tuple[Tensor, Tensor]]:
         shape = call.shape
         seen = visible(call.spec, shape, call.extras, call.device)
-        out = torch.empty(shape.tensor("out"), dtype=DTYPES[call.recipe.out_format], device=call.device)
-        lse = torch.empty(out.shape[:3], dtype=torch.float32, device=call.device)
-        with Seen() as watched:
+
+        def run() -> tuple[Tensor, Tensor]:
+            out = torch.empty(shape.tensor("out"), dtype=DTYPES[call.recipe.out_format], device=call.device)
+            lse = torch.empty(out.shape[:3], dtype=torch.float32, device=call.device)
             for b in range(shape.batch):
                 for h in range(shape.heads):
                     out[b, h], lse[b, h] = _head(call, seen, b, h)
-        flops = 2 * shape.batch * shape.heads * shape.q_len * shape.S * (shape.head_dim + shape.E)
-        return Result(out, lse, flops, watched.ran("torch._scaled_mm"))
+            return out, lse
+
+        return run
 
 
 def _head(call: Call, seen: Tensor | None, b: int, h: int) -> tuple[Tensor, Tensor]:

@@ -8,7 +8,7 @@ inputs to FP32 and keeps P there, and flash on CPU takes 512 keys a block.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -53,14 +53,23 @@ class Sdpa(BlackBox):
         return tuple(why)
 
     def call(self, call: Call) -> Result:
+        bare = self.bare(call)
+        with _refusing(self.name), Seen() as seen:
+            out = bare()
+        return Result(out, ran=self._proof(seen.ran(f"SDPA {self.backend.name}"), call))
+
+    def bare(self, call: Call) -> Callable[[], Tensor]:
         mask, causal = _rules(call)
         shape, spec = call.shape, call.spec
-        with _refusing(self.name), sdpa_kernel(self.backend), Seen() as seen:
-            out = scaled_dot_product_attention(
-                call.q.codes, call.k.codes, call.v.codes, attn_mask=mask, is_causal=causal,
-                scale=spec.scale if shape.head_dim else spec.scale_for(0), enable_gqa=shape.group > 1,
-            )  # fmt: skip
-        return Result(out, ran=self._proof(seen.ran(f"SDPA {self.backend.name}"), call))
+
+        def run() -> Tensor:
+            with sdpa_kernel(self.backend):
+                return scaled_dot_product_attention(
+                    call.q.codes, call.k.codes, call.v.codes, attn_mask=mask, is_causal=causal,
+                    scale=spec.scale if shape.head_dim else spec.scale_for(0), enable_gqa=shape.group > 1,
+                )  # fmt: skip
+
+        return run
 
     def _proof(self, ran: Ran, call: Call) -> Ran:
         """Raises RuntimeError when something else ran than was asked for."""

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from harness.clock import seconds
 from harness.kernels.shapes import from_kernel, to_kernel
 from harness.kernels.takes import taken
 from harness.kernels.wire import receive, send
@@ -63,15 +64,40 @@ def serve(requests: BinaryIO, replies: BinaryIO, target: str) -> None:
         send(replies, {"unloaded": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()})
         return
     send(replies, {"takes": names, "needs": needed})
+    held: dict[int, Callable[[], Any]] = {}
     while True:
         try:
             call, tensors = receive(requests)
         except EOFError:
             return
         _alarm(call["limit_s"] + GRACE_S)
-        reply, results = answer(function, names, call, tensors)
+        reply, results = (
+            (again(held[call["again"]], call), {})
+            if "again" in call
+            else answer(function, names, call, tensors)
+        )
+        if "hold" in call:
+            held[call["hold"]] = _held(function, names, call, tensors)
         _alarm(0)
         send(replies, reply, results)
+
+
+def again(run: Callable[[], Any], call: dict[str, Any]) -> dict[str, Any]:
+    """Seconds that a held call takes, made so many times."""
+    torch.set_num_threads(call["threads"])
+    try:
+        return {"seconds": seconds(run, call["calls"], call["device"])}
+    except BaseException as error:
+        return {"raised": f"{type(error).__name__}: {error}", "traceback": traceback.format_exc()}
+
+
+def _held(
+    function: Callable[..., Any], names: dict[str, str], call: dict[str, Any], tensors: dict[str, Tensor]
+) -> Callable[[], Any]:
+    """The kernel's call alone, its inputs in place."""
+    inputs, options = to_kernel({n: x.to(call["device"]) for n, x in tensors.items()}, call)
+    named = {names[n]: x for n, x in options.items()}
+    return lambda: function(*inputs.values(), **named)
 
 
 def answer(

@@ -8,8 +8,10 @@ else than it should, or kills its process is told so in its own cell.
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ from harness.recipe import TENSORS, Recipe
 from harness.records import Ran
 from harness.result import Breach, Refusal, Result
 from harness.spec import AttentionSpec, Shape
+
+_NUMBERS = count()
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,16 @@ class UserKernel(BlackBox):
         lse = results["lse"].to(call.device) if "lse" in results else None
         return Result(results["out"].to(call.device), lse, ran=Ran(self.name, (), dtype, device))
 
+    def bare(self, call: Call) -> Callable[[], object]:
+        if why := self.unable(call.spec, call.shape, call.extras.given):
+            raise Refusal("; ".join(why))
+        tensors, text = self._message(call)
+        held = Held(self.child, next(_NUMBERS), str(call.device))
+        reply, _ = self.child.call({**text, "hold": held.number}, tensors)
+        if "wrong" in reply:
+            raise Breach(reply["wrong"])
+        return held
+
     def _message(self, call: Call) -> tuple[dict[str, Tensor], dict[str, Any]]:
         takes, needs, shape = self.takes, self.child.signature()["needs"], call.shape
         stored = dict(zip(TENSORS, (call.q, call.k, call.v), strict=True))
@@ -118,6 +132,24 @@ class UserKernel(BlackBox):
             "dtypes": "+".join(dict.fromkeys(str(x.codes.dtype).removeprefix("torch.") for x in stored.values())),
         }  # fmt: skip
         return tensors, text
+
+
+@dataclass(frozen=True)
+class Held:
+    """A call that waits in the kernel's process, which times it itself: the way there is not the kernel's."""
+
+    child: Child
+    number: int
+    device: str
+
+    def __call__(self) -> object:
+        return self.seconds(1)
+
+    def seconds(self, calls: int) -> float:
+        """That so many calls take. Raises KernelEnded and KernelRaised."""
+        threads = torch.get_num_threads()
+        text = {"again": self.number, "calls": calls, "device": self.device, "threads": threads}
+        return float(self.child.call(text, {})[0]["seconds"])
 
 
 def _rules(spec: AttentionSpec, shape: Shape) -> dict[str, Any]:

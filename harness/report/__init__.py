@@ -24,13 +24,15 @@ from harness.report.markdown import to_markdown
 from harness.report.model import Report
 from harness.report.tables import latest, summary
 from harness.report.text import to_text
-from harness.report.throughput import Timing, read_timings, timings_markdown, timings_text
+from harness.report.throughput import timings_markdown, timings_text
+from harness.report.timings import Context, Timing, read_context, read_timings
 from harness.report.tradeoff import tradeoff_figure
 
 FIGURE = "tradeoff.svg"
 
 __all__ = [
     "Changes",
+    "Context",
     "Report",
     "Timing",
     "cases_csv",
@@ -40,6 +42,7 @@ __all__ = [
     "hazards_csv",
     "job_summary",
     "latest",
+    "read_context",
     "read_timings",
     "summary",
     "timings_markdown",

@@ -1,79 +1,28 @@
-"""Timings that pytest-benchmark stored, as a table: speed beside the error it was bought with."""
+"""Stored timings as tables: speed beside the error it was bought with, as shares of what the machine reaches."""
 
 from __future__ import annotations
 
-import json
 import math
 import textwrap
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from harness.report import markdown, text, words
+from harness.report.timings import Context, NotTimed, Timing
 
 EMULATED = "emulated: the emulator's time, not the format's"
-_TEXTS = ("case", "shape", "implementation", "recipe")
-_NUMBERS = ("flops", "rel_l2", "kv_bytes_per_token")
-_HEADERS = (*_TEXTS, "median ms", "TFLOP/s", "rel_l2", "KV bytes/token", "note")
-
-
-@dataclass(frozen=True)
-class Timing:
-    """One benchmark. `rel_l2` is NaN and `kv_bytes_per_token` NaN where the benchmark did not say."""
-
-    case: str
-    shape: str
-    implementation: str
-    recipe: str
-    median_ms: float
-    flops: float
-    rel_l2: float
-    kv_bytes_per_token: float
-    emulated: bool
-
-    @property
-    def tflops(self) -> float:
-        """10¹² floating-point operations a second, by the mathematics' count; NaN for a median of 0."""
-        return self.flops / (self.median_ms * 1e9) if self.median_ms > 0 else math.nan
-
-
-def read_timings(path: Path | str) -> tuple[Timing, ...]:
-    """The benchmarks of a pytest-benchmark JSON file, in its order.
-
-    Raises ValueError, in one line, for a file that is not one, or whose benchmarks lack this project's
-    extra_info, or that is missing.
-    """
-    advice = "write one with pytest benchmarks/ --benchmark-json=FILE"
-    try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path}: No such file; {advice}") from None
-    except (ValueError, RecursionError):
-        raise ValueError(f"{path} is not JSON; {advice}") from None
-    entries = stored.get("benchmarks") if isinstance(stored, dict) else None
-    if not isinstance(entries, list):
-        raise ValueError(f"{path} is not a pytest-benchmark file (no list of benchmarks); {advice}")
-    return tuple(_timing(entry, f"{path}, benchmark {number}") for number, entry in enumerate(entries, 1))
-
-
-def _timing(entry: Any, where: str) -> Timing:
-    try:
-        median, extra = float(entry["stats"]["median"]), entry["extra_info"]
-        missing = [name for name in (*_TEXTS, *_NUMBERS, "emulated") if name not in extra]
-    except (KeyError, TypeError, ValueError):
-        raise ValueError(f"{where} is not pytest-benchmark's: no stats.median or no extra_info") from None
-    if missing:
-        raise ValueError(f"{where} lacks extra_info {', '.join(missing)}")
-    try:
-        flops, rel_l2, kv = (math.nan if extra[n] is None else float(extra[n]) for n in _NUMBERS)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"{where} has no number in extra_info; allowed in {', '.join(_NUMBERS)}: one"
-        ) from None
-    case, shape, implementation, recipe = (str(extra[n]) for n in _TEXTS)
-    emulated = extra["emulated"] is True
-    return Timing(case, shape, implementation, recipe, median * 1e3, flops, rel_l2, kv, emulated)
+_NAMES = ("implementation", "recipe", "rel_l2", "error ÷ expected")
+_NATIVE = (*_NAMES, "median ms", "interval", "TFLOP/s", "GB/s", "of ceiling", "KV bytes/token")
+_EMULATOR = (*_NAMES, "emulator's ms", "interval", "KV bytes/token")
+_LEFT = ("case", "implementation", "recipe", "status", "reason")
+_REASON = 160
+LEGEND = (
+    "error ÷ expected: 1 is what is normal for this precision on these inputs (docs/error-model.md). median: of a call"
+    " with its inputs in place, caches as the call before left them; interval: 95 %, of the median.",
+    "TFLOP/s: products of visible pairs alone, whatever was computed. GB/s: q, k, v and out once. of ceiling: the"
+    " larger of its shares of the product rate (×) and of the copy rate (→) below; a narrow format's product ceiling is"
+    " the better of its own products and FP32's, to which a kernel may widen. Above 100 %: inputs lay in a cache.",
+    "Two of these differ where `python -m harness compare A B` says so, by turns; two rows of one table do not say it.",
+)
 
 
 def sig3(value: float) -> str:
@@ -81,34 +30,118 @@ def sig3(value: float) -> str:
     return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else words.NONE
 
 
-def _row(t: Timing) -> list[str]:
-    kv = f"{t.kv_bytes_per_token:.6g}" if math.isfinite(t.kv_bytes_per_token) else words.NONE
-    names = [words.clean(x) for x in (t.case, t.shape, t.implementation, t.recipe)]
-    note = "emulated" if t.emulated else ""
-    return [*names, sig3(t.median_ms), sig3(t.tflops), words.figure(t.rel_l2), kv, note]
-
-
-def timings_text(timings: Sequence[Timing]) -> str:
+def timings_text(timings: Sequence[Timing], context: Context | None = None) -> str:
     """For a terminal, at most 100 columns wide."""
+    context = context or Context()
+    blocks = ["\n".join(_wrapped(line)) for line in _head(context)]
+    for title, headers, rows in _tables(timings, context):
+        short = [h.replace(" ", "\n").replace("/token", "/\ntoken") for h in headers]
+        shown = text.table(short, rows, wrap=(0, 1), right=range(2, len(headers)))
+        blocks.append("\n".join([*_wrapped(title), shown]))
+    if context.not_timed:
+        rows = _left(context.not_timed)
+        blocks.append("== Not timed ==\n" + text.table(_LEFT, rows, wrap=(0, 1, 2, 4)))
+    if context.products:
+        blocks.append("\n".join(_wrapped(_ceilings(context))))
     if not timings:
-        return "no benchmarks: nothing was timed\n"
-    by_case: dict[tuple[str, str], list[list[str]]] = {}
-    for case, shape, *rest in map(_row, timings):
-        by_case.setdefault((case, shape), []).append(rest)
-    headers = [h.replace(" ", "\n") for h in _HEADERS[2:]]
-    blocks = [
-        "\n".join(textwrap.wrap(f"{case} {shape}", text.WIDTH))
-        + "\n"
-        + text.table(headers, rows, wrap=(0, 1), right=(2, 3, 4, 5))
-        for (case, shape), rows in by_case.items()
-    ]
-    return "\n\n".join(blocks) + "\n" + f"{EMULATED}\n" * any(t.emulated for t in timings)
+        blocks.append("no benchmarks: nothing was timed")
+    else:
+        blocks.append("\n".join(line for told in _legend(timings) for line in _wrapped(told)))
+    return "\n\n".join(blocks) + "\n"
 
 
-def timings_markdown(timings: Sequence[Timing]) -> str:
+def timings_markdown(timings: Sequence[Timing], context: Context | None = None) -> str:
     """As Markdown, text escaped."""
+    context = context or Context()
+    blocks = ["# Throughput", *map(markdown.escape, _head(context))]
+    for title, headers, rows in _tables(timings, context):
+        cells = [[markdown.escape(x) for x in row] for row in rows]
+        blocks += [
+            f"## {markdown.escape(title)}",
+            markdown.table(headers, cells, right=range(2, len(headers))),
+        ]
+    if context.not_timed:
+        rows = [[markdown.escape(x) for x in row] for row in _left(context.not_timed)]
+        blocks += ["## Not timed", markdown.table(_LEFT, rows, right=())]
+    if context.products:
+        blocks.append(markdown.escape(_ceilings(context)))
     if not timings:
-        return "# Throughput\n\nno benchmarks: nothing was timed\n"
-    rows = [[markdown.escape(x) for x in _row(t)] for t in timings]
-    shown = markdown.table(_HEADERS, rows, right=(4, 5, 6, 7))
-    return f"# Throughput\n\n{shown}\n" + f"\n{EMULATED}\n" * any(t.emulated for t in timings)
+        blocks.append("no benchmarks: nothing was timed")
+    else:
+        blocks += _legend(timings)
+    return "\n\n".join(blocks) + "\n"
+
+
+def _wrapped(line: str) -> list[str]:
+    return textwrap.wrap(line, text.WIDTH, break_on_hyphens=False)
+
+
+def _head(context: Context) -> list[str]:
+    if not context.machine:
+        return []
+    loads = f"; load average {' and '.join(f'{x:.1f}' for x in context.loads)}" if context.loads else ""
+    return [words.clean(context.machine) + loads + " before and after" * (len(context.loads) == 2)]
+
+
+def _legend(timings: Sequence[Timing]) -> list[str]:
+    return [*LEGEND, *([EMULATED] if any(t.emulated for t in timings) else [])]
+
+
+def _tables(timings: Iterable[Timing], context: Context) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """Title, headers and rows: of each case what runs in its own precision, then what is emulated."""
+    blocks: dict[tuple[bool, str, str], list[Timing]] = {}
+    for t in timings:
+        blocks.setdefault((t.emulated, t.case, t.shape), []).append(t)
+    tables: list[tuple[str, Sequence[str], list[list[str]]]] = []
+    for (emulated, case, shape), found in sorted(blocks.items(), key=lambda block: block[0][0]):
+        title = f"{words.clean(case)} {words.clean(shape)}" + f", {EMULATED}" * emulated
+        rows = [_emulator_row(t) if emulated else _row(t, context) for t in found]
+        tables.append((title, _EMULATOR if emulated else _NATIVE, rows))
+    return tables
+
+
+def _row(t: Timing, context: Context) -> list[str]:
+    return [*_names(t), *_time(t), sig3(t.tflops), sig3(t.gbytes), _share(*context.shares(t)), _kv(t)]
+
+
+def _emulator_row(t: Timing) -> list[str]:
+    return [*_names(t), *_time(t), _kv(t)]
+
+
+def _names(t: Timing) -> list[str]:
+    names = [words.clean(t.implementation), words.clean(t.recipe)]
+    return [*names, words.figure(t.rel_l2), words.times(t.ratio)]
+
+
+def _time(t: Timing) -> list[str]:
+    known = t.low_ms > 0 and math.isfinite(t.high_ms)
+    return [sig3(t.median_ms), f"{sig3(t.low_ms)}–{sig3(t.high_ms)}" if known else words.NONE]
+
+
+def _share(products: float, copying: float) -> str:
+    """The larger share, and which it is."""
+    known = [(x, mark) for x, mark in ((products, "×"), (copying, "→")) if math.isfinite(x)]
+    if not known:
+        return words.NONE
+    share, mark = max(known)
+    return f"{100 * share:.2g} % {mark}" if share < 0.995 else f"{100 * share:.0f} % {mark}"
+
+
+def _kv(t: Timing) -> str:
+    return f"{t.kv_bytes_per_token:.6g}" if math.isfinite(t.kv_bytes_per_token) else words.NONE
+
+
+def _left(cells: Iterable[NotTimed]) -> list[list[str]]:
+    return [
+        [
+            *(words.clean(x) for x in (c.case, c.implementation, c.recipe, c.status)),
+            words.clip(words.clean(c.reason), _REASON),
+        ]
+        for c in cells
+    ]
+
+
+def _ceilings(context: Context) -> str:
+    rates = ", ".join(f"{words.clean(fmt)} {sig3(rate / 1e9)}" for fmt, rate in context.products.items())
+    copying = f"; copying {sig3(context.copy / 1e9)} GB/s" if math.isfinite(context.copy) else ""
+    return f"Ceilings, measured in the same run: products in GFLOP/s {rates}{copying}"

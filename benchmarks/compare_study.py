@@ -1,0 +1,206 @@
+"""How often does `compare` raise a false alarm, and does it see a slow-down of 10 %?
+
+A/A: two copies of one call, each with tensors of its own. Planted: B has 1.1 times the query rows of A, and so exactly
+1.1 times the products, in whole blocks of rows. Other checkout: A/A between two processes, started anew for every few
+trials, as `compare --old` times them. Every trial is `harness.timing.pairs.paired` as the command calls it; so many
+trials in so little time need cheap calls (under 1 ms where the machine is idle) and a small budget.
+
+    python -m benchmarks.compare_study                    # writes reports/compare-study.md
+    python -m benchmarks.compare_study --trials 20        # a look; writes nothing without --out
+    python -m benchmarks.compare_study --load 2           # beside two processes that compute, for an idle machine
+
+Exit codes: 0 alarms ≤ 1 % and every slow-down seen, 1 otherwise, 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+import harness
+from harness.case import Case
+from harness.clock import pinned, seconds
+from harness.files import write_atomically
+from harness.inputs import make_inputs
+from harness.machine import machine
+from harness.quantize import store
+from harness.recipe import get_recipe
+from harness.spec import AttentionSpec, Shape
+from harness.timing.pairs import BUDGET_S, Paired, paired
+from harness.timing.rule import ALPHA, LOOKS, Speed
+from harness.timing.sides import Checkout, Problem
+
+TRIALS, PLANTED, CHECKOUTS, EACH = 300, 60, 15, 4
+THRESHOLD, MORE = 0.05, 1.1
+SHORT_S = 4.0  # budget of A/A trials, of which there are many; the others have the command's own
+ROOT = Path(__file__).resolve().parents[1]
+# Rows are whole blocks: torch's flash kernel takes 64 at a time here, and 704 = 1.1 · 640 of them are 11 instead of 10.
+CELLS = {
+    "sdpa_flash": Shape(1, 1, 640, 64, kv_len=256),
+    "naive_masked": Shape(1, 1, 640, 64, kv_len=256),
+}
+Clock = Callable[[int], float]
+_BURN = "import torch\ntorch.set_num_threads(1)\nx = torch.randn(512, 512)\nwhile True: x @ x"
+
+
+def problem(shape: Shape, seed: int) -> Problem:
+    case = Case("study", "normal", shape, "what is timed")
+    recipe = get_recipe("fp32")
+    return Problem(
+        shape,
+        AttentionSpec(),
+        recipe,
+        "fp32",
+        store(make_inputs(case, seed).tensors, recipe, round_first=True),
+    )
+
+
+def here(name: str, shape: Shape, seed: int) -> Clock:
+    """The clock of a call in this process, inputs of its own."""
+    p = problem(shape, seed)
+    call = harness.get(name).ready(p.stored, p.spec, p.recipe)
+    call()
+    return partial(seconds, call)
+
+
+def same(count: int) -> Iterator[tuple[str, Paired]]:
+    for i in range(count):
+        for name, shape in CELLS.items():
+            yield name, paired(here(name, shape, 2 * i), here(name, shape, 2 * i + 1), SHORT_S, THRESHOLD)
+
+
+def slower(count: int) -> Iterator[tuple[str, Paired]]:
+    for i in range(count):
+        for name, shape in CELLS.items():
+            more = Shape(
+                shape.batch, shape.heads, round(MORE * shape.q_len), shape.head_dim, kv_len=shape.kv_len
+            )
+            yield name, paired(here(name, shape, 2 * i), here(name, more, 2 * i + 1), BUDGET_S, THRESHOLD)
+
+
+def checkouts(count: int) -> Iterator[tuple[str, Paired]]:
+    """Trials between two processes of this checkout."""
+    for i in range(count):
+        with closing(Checkout(ROOT)) as a, closing(Checkout(ROOT)) as b:
+            for j in range(EACH):
+                name = list(CELLS)[j % len(CELLS)]
+                x, y = (side.ready(name, problem(CELLS[name], EACH * i + j)).clock for side in (a, b))
+                yield name, paired(lambda n: x(n, True), lambda n: y(n, True), SHORT_S, THRESHOLD)  # noqa: B023
+
+
+def share(k: int, n: int, above: bool) -> float:
+    """The Clopper–Pearson bound of a probability seen k times in n, 97.5 % on this side, by bisection."""
+    if k == (n if above else 0):
+        return float(above)
+    low, high = 0.0, 1.0
+    for _ in range(60):
+        p = (low + high) / 2
+        kept = range(k + 1) if above else range(k, n + 1)
+        chance = sum(math.comb(n, j) * p**j * (1 - p) ** (n - j) for j in kept)
+        low, high = (p, high) if (chance > 0.025) is above else (low, p)
+    return low
+
+
+def row(what: str, found: list[Paired]) -> list[str]:
+    order = (Speed.SLOWER, Speed.SAME, Speed.FASTER, Speed.UNDECIDED)
+    counts = [str(sum(x.verdict is speed for x in found)) for speed in order]
+    k, n = sum(x.verdict is Speed.SLOWER for x in found), len(found)
+    ratios = sorted(x.ratio.median for x in found)
+    middle = statistics.median(ratios)
+    rounds = statistics.median(x.rounds for x in found)
+    took = statistics.median(x.a_s.median for x in found)
+    bounds = f"{100 * share(k, n, False):.2g} to {100 * share(k, n, True):.2g} %"
+    spread = f"{middle:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+    return [what, str(n), *counts, bounds, spread, f"{rounds:g}", f"{1e3 * took:.2f}"]
+
+
+HEADERS = [
+    "", "trials", "slower", "same", "faster", "undecided", "slower, 95 % interval", "median ratio (least to largest)",
+    "rounds", "ms a call",
+]  # fmt: skip
+
+
+def page(rows: list[list[str]], loads: list[float], own: int, how: str, command: str, minutes: float) -> str:
+    m = machine()
+    beside = f", {own} of them started by the study" if own else ", all of it other work on the machine"
+    told = (
+        f"{command}: {minutes:.0f} min on {m.cpu}, {m.cores} cores, {m.isa}, torch {m.torch}, {how}. The load average"
+        f" (processes that run or wait to) was {min(loads):.1f} to {max(loads):.1f} over these {m.cores} cores{beside}."
+    )
+    trial = (
+        f"A trial is one comparison with a threshold of {100 * THRESHOLD:g} %, by the rule of `harness/timing/rule.py`;"
+        f" its budget is {SHORT_S:g} s for A/A, and {BUDGET_S:g} s, the command's own, for planted ones. A/A are two"
+        " copies of one call, in one process, and as `compare --old` does it, in two processes pinned to one core."
+        f" Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm; the rule allows"
+        f" {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found; *undecided*"
+        " are those that the budget did not let end. Interval: Clopper–Pearson."
+    )
+    shown = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
+    told, trial = ("\n".join(textwrap.wrap(x, 120, break_on_hyphens=False)) for x in (told, trial))
+    return f"# What `compare` calls slower\n\n{told}\n\n{shown}\n\n{trial}\n"
+
+
+@contextmanager
+def load(processes: int) -> Iterator[None]:
+    started = [subprocess.Popen([sys.executable, "-c", _BURN]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("compare_study", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trials", type=int, default=TRIALS, help="A/A ones; the others in proportion")
+    parser.add_argument("--load", type=int, default=0, metavar="N", help="processes that compute beside it")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args(arguments)
+    if given.trials < 2:
+        parser.error("--trials: at least 2")
+    scale, started, loads = given.trials / TRIALS, time.monotonic(), [os.getloadavg()[0]]
+    studies = (
+        ("A/A", same(math.ceil(given.trials / len(CELLS)))),
+        ("A/A, --old", checkouts(math.ceil(CHECKOUTS * scale))),
+        ("planted 10 %", slower(math.ceil(PLANTED * scale / len(CELLS)))),
+    )
+    rows, good = [], True
+    with pinned(1) as how, load(given.load), torch.no_grad():
+        for what, trials in studies:
+            found: dict[str, list[Paired]] = {}
+            for i, (name, one) in enumerate(trials):
+                found.setdefault(name, []).append(one)
+                if i % 20 == 0:
+                    loads.append(os.getloadavg()[0])
+                    print(f"{what} {i}, {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            rows += [row(f"{what}, {name}", x) for name, x in found.items()]
+            every = [x for part in found.values() for x in part]
+            alarms = sum(x.verdict is Speed.SLOWER for x in every)
+            good &= alarms <= ALPHA * len(every) if what.startswith("A/A") else alarms == len(every)
+            if len(found) > 1:
+                rows.append(row(f"{what}, all", every))
+    out = given.out or (ROOT / "reports" / "compare-study.md" if given.trials == TRIALS else None)
+    command = "`python -m benchmarks.compare_study" + f" --load {given.load}" * bool(given.load) + "`"
+    text = page(rows, loads, given.load, how, command, (time.monotonic() - started) / 60)
+    print(text)
+    if out is not None:
+        write_atomically(out, text)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
