@@ -52,7 +52,7 @@ def unscaled_advice(lse: Tensor, values: tuple[Tensor, ...], spec: AttentionSpec
 def layout_advice(out: Tensor, rel_l2: float, values: tuple[Tensor, ...], spec: AttentionSpec) -> str:
     """Whether an output that is far off is right once axes 1 and 2 of all tensors are exchanged; else empty."""
     q, k, v = (x.transpose(1, 2) for x in values)
-    if not rel_l2 > _FAR or q.shape[1] % k.shape[1] or 0 in q.shape or 0 in k.shape:
+    if not rel_l2 > _FAR or 0 in q.shape or 0 in k.shape or q.shape[1] % k.shape[1]:
         return ""
     truth = reference(q, k, v, spec).out
     size = float(truth.norm())
