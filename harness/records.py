@@ -84,7 +84,7 @@ class HazardKind(enum.Enum):
     advice: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Hazard:
     """One entry of the range ledger.
 
@@ -116,7 +116,7 @@ class Hazard:
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Errors:
     """Distance of an output from a truth, in FP64, over elements finite in both (NUMERICS section 3).
 
@@ -147,7 +147,7 @@ class Errors:
         return self.nan_mismatch + self.posinf_mismatch + self.neginf_mismatch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Relation:
     """Two runs that should give the same numbers: bits equal, or how far apart. No error: both may be as near to the
     truth as their precision allows.
@@ -175,7 +175,7 @@ class Relation:
         return f"{self.differing} of {self.count} elements differ, {apart}"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The fault that explains a failure best. `size` in its own unit: relative for one that comes in degrees, 1 for one
     that is there or not. `explained`: the share of the error, weighed by what was expected, that it accounts for.
@@ -197,7 +197,7 @@ class Diagnosis:
         return shown
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Margins:
     """How the error compares with what is normal. `ratio`: root mean square of error ÷ expectation over the rows, and
     its `limit`. `worst`: the head, block or row farthest past (or nearest to) its own limit, as a share of it, and
@@ -217,7 +217,7 @@ class Margins:
     unseen: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class MaskRow:
     """A row (b, h, i) whose bias hides by large finite numbers and leaves nothing else. `shown`: keys that masks and −∞
     leave; `meant`: those that are no sentinels; `effective`: keys that weigh anything once the bias is added in
@@ -230,7 +230,7 @@ class MaskRow:
     effective: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Machine:
     """Where a record was made. `isa` is torch's CPU capability: results differ in the last bits between them."""
 
@@ -247,7 +247,7 @@ class Machine:
     commit: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Ran:
     """What a black box was seen to run. `backend`: what was asked for. `operators`: the products, softmaxes and fused
     kernels that torch dispatched to, in order, each once. `dtype`, `device`: of the tensors these were given."""
@@ -258,7 +258,7 @@ class Ran:
     device: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Record:
     """One cell. `errors` is against the stored truth, `total_errors` against the exact truth, `lse_errors` against
     the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and scales
