@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from harness.report import markdown, words
 from harness.report.changes import MOVED, Change, Changes, Key, Side
@@ -28,6 +29,8 @@ _ALL = "the CSV files and report.md of the same run"
 def job_summary(report: Report, changed: Changes | None = None, limit: int = SUMMARY_BYTES) -> str:
     """The whole report, after what changed, in at most `limit` bytes."""
     parts = [] if changed is None else [_changes(changed, markdown.LISTED)]
+    if report.tradeoff is not None:  # a summary holds no files: its picture would be a broken one
+        report = replace(report, tradeoff=replace(report.tradeoff, figure=""))
     return fit("\n\n".join([*parts, markdown.to_markdown(report)]), limit, _ALL)
 
 
