@@ -272,6 +272,9 @@ def test_comment_says_first_what_changed_and_then_the_counts() -> None:
     same = against(now, now)
     assert "**nothing** · 2 cells as before" in comment(report, same)
     assert "What changed" not in comment(report)
+    assert report.tradeoff is not None
+    drawn = replace(report, tradeoff=replace(report.tradeoff, figure="tradeoff.svg"))
+    assert "![" not in job_summary(drawn) + comment(drawn)
     assert job_summary(report, same).index("What changed") < job_summary(report, same).index(
         "# Attention accuracy"
     )
