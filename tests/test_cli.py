@@ -109,7 +109,7 @@ def plugin(tmp_path: Path) -> Path:
 
 
 MISTAKES = [
-    (["frobnicate"], "frobnicate", "capture, certify, compare, cost, explain, gate, judge, list, report, run"),
+    (["frobnicate"], "frobnicate", "explain, gate, judge, list, report, review, run, tolerance"),
     (["list", "kernels"], "kernels", "'implementations', 'recipes', 'cases'"),
     (["run", "--cases", "nope"], "nope", "all, decode"),
     (["run", "--cases", "missing.py"], "missing.py", "path.py"),

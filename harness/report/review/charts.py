@@ -5,117 +5,41 @@ Nothing is told by colour alone: series have markers, bars hatches, cells words 
 
 from __future__ import annotations
 
-import io
 import math
-import re
-import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from harness.evidence import Attribution, StageShare
 from harness.records import Status
 from harness.report import words
-from harness.report.plots import COLOURS, MARKERS
+from harness.report.plots import COLOURS
+from harness.report.review.drawing import DARK, FILLS, INK, LINES, PAPER, drawing, figure, mark, to_svg
 from harness.report.review.series import Grid, GridCell, Ladder, Step, Sweep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-WIDTH = 8.0  # inches of a figure: with 9-point text, what fills a page's column
 PANELS = 3  # of a heat map, side by side
 SWEEPS = 2
-# Fills of cells, from well to badly: the page gives each a light and a dark value.
-FILLS = ("#e0e0e1", "#f3e2b1", "#f0b671", "#d9744d", "#fafafb")
-INK, LINES, PAPER, DARK = "#000000", "#dddddd", "#ffffff", "#1a1a1b"
-_VARIABLES = {
-    INK: "currentColor", LINES: "var(--line)", PAPER: "var(--paper)", DARK: "var(--on-cell)",
-    **{colour.lower(): f"var(--series-{i})" for i, colour in enumerate(COLOURS) if colour != INK},
-    **{fill: f"var(--cell-{i})" for i, fill in enumerate(FILLS)},
-}  # fmt: skip
 RATIOS = ((1.25, "≤ 1.25"), (2.0, "≤ 2"), (10.0, "≤ 10"), (math.inf, "> 10"))
 ERRORS = ((1e-3, "≤ 1e-3"), (1e-2, "≤ 1e-2"), (1e-1, "≤ 0.1"), (math.inf, "> 0.1"))
-_STYLE = {
-    "svg.fonttype": "none",  # text stays text
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    "text.parse_math": False,  # names are the user's: $ is a character
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.linewidth": 0.6,
-    "hatch.linewidth": 0.6,
-    "axes.titlesize": 9.0,
-    "axes.titlelocation": "left",
-    "legend.frameon": False,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-}
-_NEVER_TWICE = re.compile(r"<metadata>.*?</metadata>|<style\b.*?</style>|<!--.*?-->", re.DOTALL)
-
-
-def themed(svg: str) -> str:
-    """SVG that takes its colours and its font from the page around it."""
-
-    def style(found: re.Match[str]) -> str:
-        kept = re.sub(r"font-family:[^;\"]*;?|font: ?([0-9.]+px)[^;\"]*;?", _font, found[0])
-        return re.sub(r"#[0-9a-f]{6}\b", lambda c: _VARIABLES.get(c[0], c[0]), kept)
-
-    bare = _NEVER_TWICE.sub("", svg[svg.index("<svg") :])
-    bare = re.sub(r'fill="(#[0-9a-f]{6})"', r'style="fill: \1"', bare)  # the ground of a hatch
-    bare = re.sub(r'style="[^"]*"', style, bare)
-    bare = re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", bare)
-    return re.sub(r'(<svg\b[^>]*?) (?:width|height)="[^"]*pt"', r"\1", bare)
-
-
-def _font(found: re.Match[str]) -> str:
-    return f"font-size: {found[1]};" if found[1] else ""
-
-
-@contextmanager
-def _drawing(title: str) -> Iterator[None]:
-    from matplotlib import style
-
-    with style.context(["default", {**_STYLE, "svg.hashsalt": title}]), warnings.catch_warnings():
-        # The page's fonts have what matplotlib's lacks: text stays text.
-        warnings.filterwarnings("ignore", message=".*[Gg]lyph.*")
-        warnings.filterwarnings("ignore", message=".*layout not applied.*")
-        yield
-
-
-def _figure(height: float) -> Figure:
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(WIDTH, height), layout="constrained")
-
-
-def _svg(figure: Figure, title: str) -> str:
-    from matplotlib.backends.backend_svg import FigureCanvasSVG
-
-    FigureCanvasSVG(figure)
-    out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Title": title, "Date": None, "Creator": None})
-    return themed("\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n")
-
-
-def _mark(index: int) -> tuple[str, str]:
-    return COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)]
 
 
 def lengths(found: Sequence[Sweep]) -> str:
     """Error against the number of keys, a panel for each of the longest sweeps, a line for each recipe."""
     shown = sorted(found, key=lambda s: -max(map(len, s.points.values())))[:SWEEPS]
     order = list(dict.fromkeys(recipe for sweep in found for recipe in sweep.points))
-    with _drawing("length"):
-        figure = _figure(3.6)
-        axes = figure.subplots(1, len(shown), squeeze=False, sharey=True)[0]
+    with drawing("length"):
+        page = figure(3.6)
+        axes = page.subplots(1, len(shown), squeeze=False, sharey=True)[0]
         for panel, sweep in zip(axes, shown, strict=True):
             _lines(panel, sweep, order)
         axes[0].set_ylabel("total rel_l2")
         handles, labels = _legend(axes, order)
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(len(order), 4))
-        return _svg(figure, "Error against length")
+        page.legend(handles, labels, loc="outside upper left", ncols=min(len(order), 4))
+        return to_svg(page, "Error against length")
 
 
 def _lines(axes: Axes, sweep: Sweep, order: Sequence[str]) -> None:
@@ -126,7 +50,7 @@ def _lines(axes: Axes, sweep: Sweep, order: Sequence[str]) -> None:
     for recipe, points in sweep.points.items():
         drawn = [(n, total) for n, total in points if math.isfinite(total) and total > 0]
         if drawn:
-            colour, marker = _mark(order.index(recipe))
+            colour, marker = mark(order.index(recipe))
             axes.plot(
                 *zip(*drawn, strict=True), marker=marker, color=colour, markersize=5, linewidth=1.2,
                 markeredgecolor=PAPER, markeredgewidth=0.6, label=words.clean(recipe),
@@ -159,9 +83,9 @@ def heat_map(grid: Grid) -> str:
     """Implementation × case, a panel for each recipe."""
     across = min(len(grid.recipes), PANELS)
     down = -(-len(grid.recipes) // across)
-    with _drawing("heat map"):
-        figure = _figure(down * (1.1 + 0.2 * len(grid.rows)) + 0.35)
-        axes = figure.subplots(down, across, squeeze=False, sharey=True)
+    with drawing("heat map"):
+        page = figure(down * (1.1 + 0.2 * len(grid.rows)) + 0.35)
+        axes = page.subplots(down, across, squeeze=False, sharey=True)
         for panel in axes.flat[len(grid.recipes) :]:
             panel.set_axis_off()
         for panel, recipe in zip(axes.flat, grid.recipes, strict=False):
@@ -177,8 +101,8 @@ def heat_map(grid: Grid) -> str:
             )  # fmt: skip
             panel.set_title(words.clean(recipe), fontweight="bold", pad=8)
         bins = (*RATIOS[:-1], (math.inf, "> 10, or fails"))
-        _fill_legend(figure, "error ÷ normal", bins, "not judged", "fails or raises")
-        return _svg(figure, "Implementation × case")
+        _fill_legend(page, "error ÷ normal", bins, "not judged", "fails or raises")
+        return to_svg(page, "Implementation × case")
 
 
 def _grid_look(cell: GridCell) -> tuple[int, str, bool]:
@@ -199,13 +123,13 @@ def ladder(found: Ladder, recipes: Sequence[str]) -> str:
         if (step := found.steps.get((rung.case, recipe))) is not None
     }
     names = [f"{amplitude(r.peak)}\n{r.case.partition('/')[2]}" for r in found.rungs]
-    with _drawing("ladder"):
-        figure = _figure(1.5 + 0.32 * len(ran))
-        panel = figure.subplots()
+    with drawing("ladder"):
+        page = figure(1.5 + 0.32 * len(ran))
+        panel = page.subplots()
         _matrix(panel, cells, _step_look, names, ran, slanted=False)
         panel.set_xlabel("largest |score|, and the case")
-        _fill_legend(figure, "total rel_l2", ERRORS, "no figure", "breaks")
-        return _svg(figure, "Where each format breaks")
+        _fill_legend(page, "total rel_l2", ERRORS, "no figure", "breaks")
+        return to_svg(page, "Where each format breaks")
 
 
 def amplitude(peak: float) -> str:
@@ -262,7 +186,7 @@ def _square(path: Any, x: int, y: int) -> Any:
 
 
 def _fill_legend(
-    figure: Figure, name: str, bins: Sequence[tuple[float, str]], nothing: str, hatched: str
+    page: Figure, name: str, bins: Sequence[tuple[float, str]], nothing: str, hatched: str
 ) -> None:
     from matplotlib.patches import Patch
 
@@ -272,7 +196,7 @@ def _fill_legend(
         for i, t in enumerate([*told, nothing])
     ]
     handles.append(Patch(facecolor=FILLS[-1], edgecolor=DARK, linewidth=0.0, hatch="////", label=hatched))
-    figure.legend(
+    page.legend(
         handles=handles, loc="outside lower left", ncols=len(handles), title=name, alignment="left",
         handlelength=1.4, columnspacing=1.2, fontsize=8, title_fontsize=8,
     )  # fmt: skip
@@ -283,16 +207,16 @@ def attribution(shown: Sequence[tuple[Attribution, Sequence[StageShare]]]) -> st
     rows = max(len(stages) for _, stages in shown)
     across = min(len(shown), PANELS)
     down = -(-len(shown) // across)
-    with _drawing("attribution"):
-        figure = _figure(down * (0.9 + 0.34 * rows) + 0.3)
-        axes = figure.subplots(down, across, squeeze=False)
+    with drawing("attribution"):
+        page = figure(down * (0.9 + 0.34 * rows) + 0.3)
+        axes = page.subplots(down, across, squeeze=False)
         for panel in axes.flat[len(shown) :]:
             panel.set_axis_off()
         for panel, (a, stages) in zip(axes.flat, shown, strict=False):
             _bars(panel, a, stages, rows)
         handles, labels = axes.flat[0].get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower left", ncols=2)
-        return _svg(figure, "Where the error arises")
+        page.legend(handles, labels, loc="outside lower left", ncols=2)
+        return to_svg(page, "Where the error arises")
 
 
 def _bars(axes: Axes, a: Attribution, stages: Sequence[StageShare], rows: int) -> None:

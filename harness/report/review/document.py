@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.report import words
-from harness.report.review import accuracy, closing, figures, growth, origin, ranges
+from harness.report.review import accuracy, closing, costs, figures, growth, origin, ranges
 from harness.report.review.blocks import (
     Block,
     Bullets,
@@ -43,7 +43,7 @@ def document(m: Material) -> Document:
     )
     sections = (
         _summary(m), accuracy.real(m), accuracy.hard(m), growth.length(m), growth.amplitude(m), ranges.ledger(m),
-        origin.attribution(m), origin.quality(m), closing.cost(m), closing.worst(m), closing.provenance(m),
+        origin.attribution(m), origin.quality(m), costs.cost(m), closing.worst(m), closing.provenance(m),
         closing.limits(m), closing.sign_off(),
     )  # fmt: skip
     return Document(title, question, facts, sections)
