@@ -233,6 +233,12 @@ def test_little_is_enough():
         assert to_html(document(m)).count("<section") == 13
 
 
+def test_what_is_bad_is_marked_so_in_a_column_of_figures():
+    m = material(_with(made("real/layer9", "fp8_e4m3", hazards=(SATURATION,))))
+    assert '<td class="r bad" data-v="-1">−1.0</td>' in to_html(document(m))
+    assert "**−1.0**" in to_markdown(document(m))
+
+
 # --- the files ---
 
 

@@ -54,7 +54,7 @@ def _block(b: Block) -> str:
 
 def _table(t: Table) -> str:
     rows = [[_bold(escape(v.text), v.tone) for v in row] for row in t.rows]
-    return pipe_table([escape(h) for h in t.headers], rows, right=t.right)
+    return f"**{escape(t.caption)}**\n\n" + pipe_table([escape(h) for h in t.headers], rows, right=t.right)
 
 
 def _bold(text: str, tone: str) -> str:

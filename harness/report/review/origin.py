@@ -40,7 +40,8 @@ def attribution(m: Material) -> Section:
         told = (
             "alone: the squared error of one rounding, all others exact, ÷ the recipe's. without: the part of the"
             " recipe's squared error that goes when this rounding alone is exact. The bars show, for each recipe, its"
-            f" largest stages on the case with the largest error. Stages below {LEAST:.1%} share a row of the table."
+            f" largest stages on the real case with the largest error. Stages below {LEAST:.1%} share a row of the"
+            " table."
         )
         shown = [(a, _leading(a)) for a in largest(m)]
         rows = [row for a in m.attributions for row in _stages(a)]
@@ -69,9 +70,9 @@ def _size(s: StageShare) -> float:
 
 
 def largest(m: Material) -> tuple[Attribution, ...]:
-    """For each recipe the one with the largest error."""
+    """For each recipe the one with the largest error, of real activations where there are any."""
     found: dict[str, Attribution] = {}
-    for a in m.attributions:
+    for a in [a for a in m.attributions if m.is_real(a.case)] or m.attributions:
         held = found.get(a.recipe)
         if held is None or a.rel_l2 > held.rel_l2:
             found[a.recipe] = a
