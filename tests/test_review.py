@@ -31,7 +31,7 @@ from review_factory import (
 import harness.optional
 from harness.cli import main
 from harness.evidence import write_evidence
-from harness.records import Record, Status, write_records
+from harness.records import HazardKind, Record, Status, write_records
 from harness.report.review import Material, document, to_html, to_markdown, write_review
 from harness.report.review.blocks import Chart, Commands, Table
 from harness.report.review.rule import RULE, Verdict, recommend
@@ -182,6 +182,16 @@ def test_the_ledger_counts_what_runs_met():
     (row,) = tables["Range ledger on real activations"].rows
     assert [v.text for v in row[:5]] == ["fp8_e4m3", "k (fp8_e4m3)", "1", "−1.0", "0.07%"]
     assert row[-1].text == "real/layer9, naive_masked at b,h,i,j = 0,1,2,3"
+
+
+def test_the_ledger_names_the_place_of_what_spoils_numbers_not_of_a_flush_that_does_not():
+    harmless = replace(SATURATION, kind=HazardKind.FLUSH, headroom_bits=-9.0, peak=1.0)
+    held = _with(
+        *(made(f"real/layer{n}", "fp8_e4m3", hazards=(h,)) for n, h in ((7, harmless), (8, SATURATION)))
+    )
+    (row,) = _tables(material(held))["Range ledger on real activations"].rows
+    assert row[3].text == "−9.0"
+    assert row[-1].text.startswith("real/layer8")
 
 
 def test_stages_too_small_to_matter_share_a_row():

@@ -63,14 +63,14 @@ def _row(stage: str, fmt: str, recipe: str, met: Met) -> list[Value | str]:
     runs = len({r.key for _, r in met})
     others = sorted({h.kind.value for h, _ in met if h.kind not in _SHOWN})
     near = any(h.kind is HazardKind.NEAR_OVERFLOW for h, _ in met)
-    worst, record = min(met, key=lambda e: (_bits(e[0]), -e[0].share))
+    worst, record = min(met, key=lambda e: (not spoils(e[0]), _bits(e[0]), -e[0].share))
     where = "" if worst.where is None else f" at b,h,i,j = {words.index(worst.where)}"
     place = f"{record.case}, {record.implementation}{where}"
     lost = figures.small_share(max((h.lost_mass for h, _ in met), default=0.0))
     if any(h.kind is HazardKind.FLUSH and spoils(h) for h, _ in met):
         lost = replace(lost, tone="bad")
     return [
-        recipe, f"{stage} ({fmt})", Value(str(runs), runs), figures.bits(_bits(worst)),
+        recipe, f"{stage} ({fmt})", Value(str(runs), runs), figures.bits(min(_bits(h) for h, _ in met)),
         _share(met, HazardKind.OVERFLOW, HazardKind.SATURATION), _share(met, HazardKind.FLUSH),
         lost, ", ".join([*(["near overflow"] if near else []), *others]) or words.NONE, place,
     ]  # fmt: skip
