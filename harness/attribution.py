@@ -255,7 +255,7 @@ def statement(
 
 
 def _named(places: tuple[str, ...], sets: Iterable[tuple[int, ...]]) -> str:
-    return "; ".join(" and ".join(places[i] for i in one) for one in sets)
+    return "; ".join(" and ".join(", ".join(places[i] for i in one).rsplit(", ", 1)) for one in sets)
 
 
 def _why(places: tuple[str, ...], sums: Sums, found: Balance, hazards: Iterable[Hazard]) -> str:

@@ -61,7 +61,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(scope="session")
 def smollm2() -> Any:
     """The real model, which takes seconds to load; skipped with the reason where it is not installed."""
-    from harness.capture import MissingExtra, load_model
+    from harness.capture import load_model
+    from harness.optional import MissingExtra
 
     try:
         return load_model()

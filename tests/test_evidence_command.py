@@ -145,3 +145,10 @@ def test_stages_without_weight_share_a_row() -> None:
     assert [line.split() for line in text.splitlines() if line.startswith("exp")] == [
         ["exp,", "row_sum", "fp32", "2e-09"]
     ]
+
+
+def test_the_committed_page_says_what_the_committed_evidence_holds() -> None:
+    reports = Path(__file__).resolve().parent.parent / "reports"
+    made = quality_page(read_evidence(reports / "evidence.jsonl"), "command", 0.0)
+    page = (reports / "quality.md").read_text(encoding="utf-8")
+    assert [x for x in page.splitlines() if x[:1] == "|"] == [x for x in made.splitlines() if x[:1] == "|"]
