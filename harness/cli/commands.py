@@ -107,12 +107,14 @@ def report(path: Path, out: Path | None, throughput: Path | None, **chosen: Any)
 )
 @click.option("--out", type=FOLDER, default=Path("reports"), show_default=True, help="Where the page goes.")
 def certify(cases: str, out: Path) -> int:
-    """Hold the FP64 truth of every small case against ball arithmetic (needs python-flint); exit 1 where it is not
+    """Hold the FP64 truth of every small case against ball arithmetic (needs the certify extra); exit 1 where it is not
     inside."""
-    from importlib.util import find_spec
+    from harness.optional import MissingExtra, need
 
-    if find_spec("flint") is None:
-        raise ValueError("python-flint is not installed; install it: pip install python-flint")
+    try:
+        need("certify", "certify")
+    except MissingExtra as error:
+        raise ValueError(str(error)) from None
     chosen = load_cases([c.strip() for c in cases.split(",")])
     from harness.certify import certify_cases
     from harness.cli.progress import progress
