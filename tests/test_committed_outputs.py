@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import jsonschema
@@ -10,6 +11,7 @@ import matplotlib
 import pytest
 
 from benchmarks import report_speed, sample
+from harness.report import FIGURE
 from harness.report.schema import schemas
 
 
@@ -36,7 +38,17 @@ def test_sample_is_current(made: Path, name: str) -> None:
 
 
 def test_every_output_has_a_sample(made: Path) -> None:
-    assert {path.name for path in made.iterdir()} == set(NAMES)
+    assert {path.name for path in made.iterdir()} == {*NAMES, FIGURE}
+
+
+def test_sample_of_the_figure_says_what_this_version_writes(made: Path) -> None:
+    """Not byte for byte: matplotlib's paths differ between its versions."""
+    now, then = ((folder / FIGURE).read_text(encoding="utf-8") for folder in (made, sample.SAMPLE))
+    assert _labels(now) == _labels(then), f"{FIGURE} is {AGAIN}"
+
+
+def _labels(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
 @pytest.mark.parametrize("name", schemas())
