@@ -25,6 +25,9 @@ DTYPES = {
 }  # fmt: skip
 
 
+_STAGES = frozenset((*STAGES, *LAYER_STAGES))
+
+
 @dataclass(frozen=True)
 class Block:
     """Which part of the score matrix is at work: `rows` query rows from `row`, keys from `key`."""
@@ -59,8 +62,8 @@ class Arithmetic:
         self.flops = 0
         self._at: dict[str, tuple[FloatFormat, str]] = {
             s: (get_format(recipe.format_of(s)), recipe.policy(s))
-            for s in (*STAGES, *LAYER_STAGES)
-            if s in recipe.at or s in recipe.overflow
+            for s in {**recipe.at, **recipe.overflow}
+            if s in _STAGES
         }
 
     def cast(self, x: Tensor, stage: str) -> Tensor:

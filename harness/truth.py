@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.finite import all_finite
 from harness.operands import Extras, check, slice_rows_keys
 from harness.ranges import COUNTED_PAIRS, Place, Ranges
 from harness.spec import AttentionSpec, Shape
@@ -71,7 +72,7 @@ def reference(
         for kv_head in range(shape.Hkv):
             room.k.copy_(k[b, kv_head])
             room.v.copy_(v[b, kv_head])
-            finite = bool(torch.isfinite(room.v).all())
+            finite = all_finite(room.v)
             for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
                 head = _Head(b, h, q[b, h], room, finite, shape, spec, extras, noted)
                 for rows in _row_blocks(shape):

@@ -194,8 +194,10 @@ def finish(
     if p.v_scale is not None and not p.scales_each_value:
         o = o * p.v_scale.to(ar.dtype)
     rule = 0.0 if p.spec.empty_row == "zero" else math.nan
+    some = bool(empty.any())
     if divisor is not None:
-        o = o / divisor.masked_fill(empty, 1.0)
-    out = ar.cast(o.masked_fill(empty, rule), "out")
-    lse = lse.masked_fill(empty, -math.inf if p.spec.empty_row == "zero" else math.nan)
+        o = o / (divisor.masked_fill(empty, 1.0) if some else divisor)
+    out = ar.cast(o.masked_fill(empty, rule) if some else o, "out")
+    if some:
+        lse = lse.masked_fill(empty, -math.inf if p.spec.empty_row == "zero" else math.nan)
     return p.unfold(out), p.unfold(lse)[..., 0]

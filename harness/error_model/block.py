@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.error_model.form import rounded
 from harness.error_model.problem import CHUNK, NEGLIGIBLE, Heads, early
+from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.recipe import Recipe
 
@@ -79,11 +80,7 @@ class Block:
         p = self.p_
         if p.large and p.dtype is torch.float32 and p.extras.bias is None and p.spec.softcap is None:
             q, k = self._finite_qk
-            if (
-                float(self.length_bound.amax()) < SMALL_SCORES
-                and self.q.isfinite().all()
-                and self.heads.k_finite
-            ):
+            if float(self.length_bound.amax()) < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite:
                 return q @ k.mT
         return (self.q * self.scale) @ self.k.mT
 
@@ -217,7 +214,7 @@ class Block:
     @cached_property
     def _finite_qk(self) -> tuple[Tensor, Tensor]:
         q = self.q * self.scale
-        return torch.where(torch.isfinite(q), q, 0.0).to(self.p_.dtype), self.heads.finite_k[:, self.keys]
+        return finite_or_zero(q).to(self.p_.dtype), self.heads.finite_k[:, self.keys]
 
     @cached_property
     def squares(self) -> Tensor:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.finite import finite_or_zero
 from harness.operands import Extras
 from harness.spec import AttentionSpec, Shape
 
@@ -64,7 +65,7 @@ class Heads:
     def __init__(self, p: Problem, part: slice) -> None:
         self.p, self.part = p, part
         self.k, v = p.k[part], p.v[part]
-        v = torch.where(torch.isfinite(v), v, 0.0)
+        v = finite_or_zero(v)
         self.v = v
         # Σ W (v − ω)² = Σ W v² − 2ω Σ W v + ω² Σ W cancels when v is far from 0: v counts from its mean.
         self.centre = v.mean(1, keepdim=True) if v.shape[1] else v.new_zeros(v.shape[0], 1, v.shape[2])
@@ -74,8 +75,8 @@ class Heads:
         self.mean_square = (
             (low * low).mean(1, keepdim=True) if v.shape[1] else low.new_zeros(self.centre.shape)
         )
-        k = torch.where(torch.isfinite(self.k), self.k, 0.0)
-        self.k_finite = bool(torch.isfinite(self.k).all())
+        k = finite_or_zero(self.k)
+        self.k_finite = k is self.k
         self.finite_k = k.to(p.dtype)
         lengths = torch.linalg.vector_norm(k, dim=-1, keepdim=True)
         self.longest = (
