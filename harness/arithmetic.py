@@ -26,6 +26,9 @@ DTYPES = {
 }  # fmt: skip
 
 
+_STAGES = frozenset((*STAGES, *LAYER_STAGES))
+
+
 @dataclass(frozen=True)
 class Block:
     """Which part of the score matrix is at work: `rows` query rows from `row`, keys from `key`."""
@@ -49,7 +52,8 @@ class Arithmetic:
     """Operations of one recipe. `flops` counts 2·M·N·K of every product (of the products done, not of the visible).
 
     NaN and ±Inf propagate by IEEE 754, except where the recipe's overflow policy says otherwise. Results are in the
-    base dtype. Tensors given to `cast` and the operations may be overwritten: pass what nothing else uses.
+    base dtype. Tensors given to `cast` may be overwritten: pass what nothing else uses. Operations compute in place
+    where the tensor that they change is said to be their `own`: a fresh one for each step costs as much as the step.
     """
 
     def __init__(self, recipe: Recipe, watch: Watcher | None = None) -> None:
@@ -61,8 +65,8 @@ class Arithmetic:
         self._out = "out"
         self._at: dict[str, tuple[FloatFormat, str]] = {
             s: (get_format(recipe.format_of(s)), recipe.policy(s))
-            for s in (*STAGES, *LAYER_STAGES)
-            if s in recipe.at or s in recipe.overflow
+            for s in {**recipe.at, **recipe.overflow}
+            if s in _STAGES
         }
 
     def for_partials(self) -> Self:
@@ -88,22 +92,22 @@ class Arithmetic:
         limited = self.recipe.accumulator
         return self.cast(a @ b if limited is None else limited_matmul(a, b, limited), stage)
 
-    def mul(self, x: Tensor, c: Tensor | float, stage: str) -> Tensor:
-        return self.cast(x * c, stage)
+    def mul(self, x: Tensor, c: Tensor | float, stage: str, own: bool = False) -> Tensor:
+        return self.cast(x.mul_(c) if own else x * c, stage)
 
     def add(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
         return self.cast(a + b, stage)
 
-    def sub(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
-        return self.cast(a - b, stage)
+    def sub(self, a: Tensor, b: Tensor, stage: str, own: bool = False) -> Tensor:
+        return self.cast(a.sub_(b) if own else a - b, stage)
 
     def div(self, a: Tensor, b: Tensor | float, stage: str) -> Tensor:
         if not isinstance(b, Tensor):
             b = a.new_full((), b)  # by a Python number, CUDA multiplies with the reciprocal: two roundings
         return self.cast(a / b, stage)
 
-    def exp(self, x: Tensor, stage: str) -> Tensor:
-        return self.cast(torch.exp(x), stage)
+    def exp(self, x: Tensor, stage: str, own: bool = False) -> Tensor:
+        return self.cast(x.exp_() if own else torch.exp(x), stage)
 
     def tanh(self, x: Tensor, stage: str) -> Tensor:
         return self.cast(torch.tanh(x), stage)
@@ -112,11 +116,12 @@ class Arithmetic:
         """Sum over the last axis, kept. The additions run in the base format."""
         return self.cast(x.sum(-1, keepdim=True), stage)
 
-    def rescale_add(self, a: Tensor, x: Tensor, y: Tensor, stage: str) -> Tensor:
-        """a·x + y. Where the stage is rounded the product is stored first (an eager multiply, then an add)."""
-        product = a * x
+    def rescale_add(self, a: Tensor, x: Tensor, y: Tensor, stage: str, own: bool = False) -> Tensor:
+        """a·x + y, x its own or not. Where the stage is rounded the product is stored first (an eager multiply, then an
+        add)."""
+        product = x.mul_(a) if own else a * x
         if stage not in self._at:
-            return self.cast(product + y, stage)
+            return self.cast(product.add_(y), stage)
         product = round_to(product, *self._at[stage])
         total = self.cast(product + y, stage)
         if self.watch is not None and stage == "row_sum":

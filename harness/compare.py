@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.finite import all_finite
 from harness.records import Errors
 from harness.rounding import ulp
 
@@ -26,7 +27,7 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     x, t = out.detach().to(torch.float64), truth.detach().to(torch.float64)
     nan = posinf = neginf = 0
     count, finite = x.numel(), None
-    if not (_all_finite(x) and _all_finite(t)):
+    if not (all_finite(x) and all_finite(t)):
         finite = torch.isfinite(x) & torch.isfinite(t)
         count = int(finite.sum())
         nan = int((torch.isnan(x) != torch.isnan(t)).sum())
@@ -72,17 +73,12 @@ def _figures(
         "cosine": _ratio(cross, math.sqrt(own) * math.sqrt(power)) if own or power else 1.0,
         "sqnr_db": _decibel(power, square),
         "max_ulp": float(ulps.max()),
-        "p99_ulp": float(ulps.kthvalue(rank).values),
+        "p99_ulp": float(np.partition(ulps.numpy(force=True), rank - 1)[rank - 1]),
         "bias_ulp": float(in_ulps.sum()) / count,
         "slope": _ratio(along, power),
         "truth_rms": math.sqrt(power / count),
         "worst": unravel(worst, delta.shape),
     }
-
-
-def _all_finite(x: Tensor) -> bool:
-    """In one pass without a mask: the extremes are NaN or infinite as soon as one element is."""
-    return x.numel() == 0 or all(math.isfinite(e.item()) for e in torch.aminmax(x))
 
 
 def _ratio(a: float, b: float) -> float:

@@ -34,6 +34,7 @@ from torch import Tensor
 
 from harness.attention.rows import Problem, visible
 from harness.by_head import head_parts, of_heads, scaled
+from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.operands import Extras, squares_fit_fp32
 from harness.recipe import Recipe
@@ -151,7 +152,7 @@ def project(call: Call, differences: Sequence[Tensor]) -> Projection:
 
 def _project(call: Call, differences: Sequence[Tensor]) -> Projection:
     walk = _Walk(call)
-    deltas = [_finite(x) for x in differences]
+    deltas = [finite_or_zero(x.double()) for x in differences]
     parts = [walk.block(rows, [d[:, :, taken] for d in deltas]) for rows, taken in walk.blocks()]
     names = walk.names
     shape = call.shape
@@ -176,12 +177,6 @@ def key_powers(call: Call) -> tuple[Tensor, Tensor]:
     return power, square
 
 
-def _finite(x: Tensor) -> Tensor:
-    x = x.double()
-    finite = not x.numel() or all(math.isfinite(e) for e in torch.stack(torch.aminmax(x)).tolist())
-    return x if finite else torch.where(torch.isfinite(x), x, 0.0)
-
-
 Block = tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
@@ -192,19 +187,22 @@ class _Walk:
         self.call, self.shape = call, call.shape
         pairs = self.shape.batch * self.shape.heads * self.shape.q_len * self.shape.S
         self.dtype = torch.float64 if pairs <= EXACT or not squares_fit_fp32(call.v) else torch.float32
-        q, k, v = (_finite(x).to(self.dtype) for x in (call.q, call.k, call.v))
+        q, k, v = (finite_or_zero(x.double()).to(self.dtype) for x in (call.q, call.k, call.v))
         self.p = Problem(self.shape, call.spec, call.extras, q, k, v, None, None, None, True)
         self.scale = call.spec.scale_for(self.shape.head_dim)
         self.names = tuple(self._names())
-        usable = torch.isfinite(call.truth.out).all(-1, keepdim=True) & torch.isfinite(call.variance).all(
-            -1, keepdim=True
-        )
-        variance = torch.where(usable, call.variance, 0.0)
+        unusable = [
+            ~torch.isfinite(x).all(-1, keepdim=True)
+            for x in (call.truth.out, call.variance)
+            if not all_finite(x)
+        ]
+        variance, self.out = call.variance, call.truth.out
+        for rows in unusable:
+            variance, self.out = variance.masked_fill(rows, 0.0), self.out.masked_fill(rows, 0.0)
         # An element of far smaller variance than its row (an exact zero of V) must not rule the row alone.
         floor = 1e-3 * variance.mean(-1, keepdim=True) if variance.shape[-1] else variance
         variance = torch.maximum(variance, floor)
-        self.weight = torch.where(variance > 0, 1 / variance, 0.0)
-        self.out = torch.where(usable, call.truth.out, 0.0)
+        self.weight = (1 / variance).masked_fill_(variance <= 0, 0.0)
 
     def _names(self) -> Iterator[str]:
         spec, extras = self.call.spec, self.call.extras

@@ -28,6 +28,7 @@ from harness.compare import compare, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
 from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
+from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
 from harness.operands import Extras, check, shown
@@ -248,6 +249,8 @@ def check_budget(budget: float | None, exact: bool) -> None:
 def _promised(e: Expectation) -> Expectation:
     """Without a variance where the ceiling is infinite: an error of scores that may double a weight has no first
     order, and no error there can be called large."""
+    if all_finite(e.ceiling):
+        return e
     boundless = torch.isinf(e.ceiling)
     return replace(e, variance=e.variance.masked_fill(boundless, math.inf)) if bool(boundless.any()) else e
 
@@ -594,11 +597,11 @@ class Docket:
         distance of the two truths plus the kernel's variance. NaN where either is not finite."""
         assert self.exact_truth is not None
         (expected,) = self.expected([form])
-        variance = float(expected.variance.nan_to_num(0.0, 0.0, 0.0).sum())
+        variance = float(finite_or_zero(expected.variance).sum())
         if self._distances is None:
             exact = self.exact_truth.out
-            apart = [(t - exact).nan_to_num(0.0, 0.0, 0.0) for t in (self.truth.out, self.ideal_truth().out)]
-            size = float(exact.nan_to_num(0.0, 0.0, 0.0).norm())
+            apart = [finite_or_zero(t - exact) for t in (self.truth.out, self.ideal_truth().out)]
+            size = float(finite_or_zero(exact).norm())
             own, ideal = (float((x * x).sum()) for x in apart)
             self._distances = (size, own, ideal)
         size, own, ideal = self._distances

@@ -91,9 +91,9 @@ def check(
             raise ValueError(f"{name} is {_name(x)}; allowed: a torch tensor [B, H, L, D]")
         if x.dtype not in _FLOATS:
             raise ValueError(f"{name} is {x.dtype}; allowed: {', '.join(str(d) for d in _FLOATS)}")
-        _has_numbers(name, x)
         if x.device != q.device:
             raise ValueError(f"{name} is on {x.device} and q on {q.device}; allowed: one device for all")
+        _has_numbers(name, x)
     if rows is not None:
         check_rows(rows, q.shape[2])
     return _shape_or_hint(q, k, v), replace(_extras(q, k, mask, bias, sinks, kv_lens), rows=rows)

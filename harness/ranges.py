@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-COUNTED_PAIRS = 2**21  # of a head, about: its histograms need no more
+COUNTED_PAIRS = 2**20  # of a head, about: its histograms need no more
 _OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
 
 _PEAKS = ("raw", "score", "score_max", "row_sum")
@@ -32,11 +32,12 @@ class Peak:
     value: float = 0.0
     where: tuple[int, ...] | None = None
 
-    def see(self, top: float, values: Tensor, at: Place) -> None:
-        """`top`: the largest magnitude of `values` `[rows, keys]`, NaN passed over."""
-        if top > self.value:
+    def see(self, top: float, values: Tensor, at: Place, unit: float = 1.0) -> None:
+        """`top`: the largest magnitude of `values` `[rows, keys]`, NaN passed over; both are `unit` times what is
+        noted."""
+        if top / unit > self.value:
             i, j = divmod(int((values.abs() == top).flatten().to(torch.uint8).argmax()), values.shape[-1])
-            self.value, self.where = top, (at.b, at.h, at.row + i, at.key + j)
+            self.value, self.where = top / unit, (at.b, at.h, at.row + i, at.key + j)
 
 
 @dataclass
@@ -50,7 +51,7 @@ class Ranges:
     (NaN counts at 0).
 
     Peaks and sums are of all visible pairs. Of a head with more than `COUNTED_PAIRS` the three histograms are those of
-    evenly spaced blocks of rows, with `counted_pairs` visible pairs.
+    evenly spaced rows, with `counted_pairs` visible pairs.
     """
 
     raw: Peak = field(default_factory=Peak)
@@ -85,50 +86,42 @@ class Ranges:
         return Ranges(**peaks, **rest)
 
     def note_raw(
-        self, raw: Tensor, hidden: Tensor | None, scale: float | None, at: Place, count: bool
+        self, x: Tensor, unit: float, seen: tuple[int, int], at: Place
+    ) -> tuple[float, float] | None:
+        """unit · q·k of a block `[rows, keys]`, 0 where hidden; how many pairs are seen, in all and in the rows that
+        histograms take. Returns the extremes of `x`."""
+        if not x.numel():
+            return None
+        self.pairs += seen[0]
+        self.counted_pairs += seen[1]
+        self.raw_square += float(x.flatten().dot(x.flatten())) / unit**2
+        low, high = extremes = _extremes(x)
+        self.raw.see(max(-low, high), x, at, abs(unit))
+        return extremes
+
+    def note_scores(
+        self, x: Tensor, extremes: tuple[float, float] | None, seen: int, counted: slice, at: Place
     ) -> None:
-        """q·k of a block `[rows, keys]`. `scale` where the scores are these times it, and nothing else."""
-        if not raw.numel():
+        """Scores of a block, 0 where hidden, their extremes where known, and the rows that histograms take, in which
+        `seen` pairs are seen."""
+        if not x.numel():
             return
-        x = raw if hidden is None else raw.masked_fill(hidden, 0.0)
-        seen = x.numel() - (0 if hidden is None else int(torch.count_nonzero(hidden)))
-        self.pairs += seen
-        self.counted_pairs += seen if count else 0
-        self.raw_square += float(x.flatten().dot(x.flatten()))
-        low, high = _extremes(x)
-        self.raw.see(max(-low, high), x, at)
-        if scale is not None:
-            self._note_scores(x * scale if count else x, low, high, scale, seen, at, count)
+        low, high = extremes or _extremes(x)
+        self.score.see(max(-low, high), x, at)
+        if high > self.score_max.value:
+            self.score_max.see(high, x.clamp(min=0.0), at)
+        taken = x[counted]
+        octave = (taken * math.log2(math.e)).ceil_()
+        octave = octave.nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1).flatten()
+        self.exp_count += torch.bincount(octave.long(), minlength=_OCTAVES).double().cpu()
+        self.exp_count[0] -= taken.numel() - seen  # hidden ones stand as 0
 
-    def note_scores(self, s: Tensor, hidden: Tensor | None, at: Place, count: bool) -> None:
-        """Scores of a block, softcap and bias included."""
-        if not s.numel():
-            return
-        x = s if hidden is None else s.masked_fill(hidden, 0.0)
-        seen = x.numel() - (0 if hidden is None else int(torch.count_nonzero(hidden)))
-        self._note_scores(x, *_extremes(x), 1.0, seen, at, count)
-
-    def _note_scores(
-        self, x: Tensor, low: float, high: float, scale: float, seen: int, at: Place, count: bool
-    ) -> None:
-        """`low` and `high` of the scores ÷ scale; x holds the scores where they are to be counted."""
-        low, high = sorted((low * scale, high * scale))
-        scaled = x if count or scale == 1 else None
-        for peak, top in ((self.score, max(-low, high)), (self.score_max, high)):
-            if top > peak.value:
-                values = x * scale if scaled is None else scaled
-                peak.see(top, values.clamp(min=0.0) if peak is self.score_max else values, at)
-        if count:
-            octave = (x * math.log2(math.e)).ceil_()
-            octave = octave.nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1).flatten()
-            self.exp_count += torch.bincount(octave.long(), minlength=_OCTAVES).double().cpu()
-            self.exp_count[0] -= x.numel() - seen  # hidden ones stand as 0
-
-    def note_probs(self, p: Tensor, total: Tensor, at: Place, count: bool) -> None:
+    def note_probs(self, p: Tensor, total: Tensor, counted: slice, at: Place) -> None:
         """exp(s − m) of a block, which is used up, and its denominators `[rows]`."""
         if total.numel():
             self.row_sum.see(_extremes(total)[1], total[:, None], at)
-        if not count:
+        p, total = p[counted], total[counted]
+        if not p.shape[0]:
             return
         defined = torch.isfinite(total) & (total > 0)
         if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges

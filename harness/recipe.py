@@ -9,6 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -122,14 +123,14 @@ class Recipe:
         """Format of the output, in which its ulps are counted."""
         return self.format_of("out")
 
-    @property
+    @cached_property
     def storage_key(self) -> tuple[object, ...]:
         """Recipes with equal keys store equal inputs, hence share one stored truth. A unit scale is no scale."""
         scaled = {t: s for t, s in self.scaling.items() if s.source != "unit"}
         before = (self.inputs, self.rotate)
         return (*before, *((self.storage[t], self.policy(t), scaled.get(t)) for t in TENSORS))
 
-    @property
+    @cached_property
     def digest(self) -> str:
         """Everything but the name, as text: two recipes with equal digests compute the same."""
         parts = [

@@ -17,6 +17,7 @@ _SOURCES: dict[object, FloatFormat] = {torch.float32: FP32, torch.float64: FP64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 # Conversions of IEEE 754-2019 section 5.4.2, which the hardware rounds once, subnormals included.
 _CASTS = {(FP64, FP32): torch.float32, (FP32, FP16): torch.float16}
+CHUNK = 2**17  # elements: a rounding takes seven passes, all but the first of which then find them in cache
 
 
 def round_to(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> Tensor:
@@ -38,6 +39,21 @@ def round_to(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> 
     policy = target.check_overflow(overflow)
     source = _source(x)
     x = x.detach()
+    if x.numel() <= CHUNK or x.device.type != "cpu":
+        return _rounded(x, source, target, policy)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    parts = zip(torch.split(x.reshape(-1), CHUNK), torch.split(y.view(-1), CHUNK), strict=True)
+    for part, place in parts:
+        done = _rounded(part, source, target, policy, place)
+        if done is not place:
+            place.copy_(done)
+    return y
+
+
+def _rounded(
+    x: Tensor, source: FloatFormat, target: FloatFormat, policy: str, out: Tensor | None = None
+) -> Tensor:
+    """A new tensor, or `out` where that saves a pass."""
     if _holds(target, source):
         y = x.clone()
     elif (source, target) in _CASTS:
@@ -45,7 +61,7 @@ def round_to(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> 
     elif (target.emin, target.emax) == (source.emin, source.emax):
         y = _round_bits(x, source.precision - target.precision)
     else:
-        y = _round_by_magic(x, source, target)
+        y = _round_by_magic(x, source, target, out)
     return _overflow_(y, source, target, policy)
 
 
@@ -105,7 +121,7 @@ def _round_bits(x: Tensor, drop: int) -> Tensor:
     return bits.view(x.dtype).add_(x, alpha=0)
 
 
-def _round_by_magic(x: Tensor, source: FloatFormat, target: FloatFormat) -> Tensor:
+def _round_by_magic(x: Tensor, source: FloatFormat, target: FloatFormat, out: Tensor | None = None) -> Tensor:
     """Round formats of a smaller exponent range by (x + m) - m; the exponent is left unbounded above.
 
     With 2^e the binade of x (at least 2^emin) and m = 1.5·2^(e + drop), x + m stays in m's binade, whose
@@ -116,8 +132,9 @@ def _round_by_magic(x: Tensor, source: FloatFormat, target: FloatFormat) -> Tens
     drop = source.precision - target.precision
     if drop < 2 or target.emin < source.emin or target.emax + drop > source.emax:
         raise ValueError(f"{target.name} cannot be emulated in {source.name}; allowed: a narrower format")
-    magic = _binade(x, source, target).mul_(1.5 * 2.0**drop)
-    y = (x + magic).sub_(magic)
+    magic, factor = _binade(x, source, target), 1.5 * 2.0**drop  # times which it is m: exact, fused or not
+    y: Tensor = torch.add(x, magic, alpha=factor, out=out)
+    y.sub_(magic, alpha=factor)
     # The sum loses the sign of a zero. Two integer passes over owned memory are faster than copysign_.
     integer = _INTEGERS[x.dtype]
     sign = torch.bitwise_and(x.view(integer), -1 << (source.storage_bits - 1), out=magic.view(integer))

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from harness.spec import Shape
 
-SCORES = 2**24  # of the rows taken; a call with no more is taken whole
+SCORES = 2**22  # of the rows taken; a call with no more is taken whole
 ROWS = 32  # neighbouring ones, of all heads and sequences
 FEWEST = 4  # blocks
 WORST = 4  # of so many blocks one is where the model expects most error

@@ -11,6 +11,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,20 +29,16 @@ def threshold(statistics: int, alpha: float = ALPHA) -> float:
 
 @cache
 def chi_square_quantile(degrees: int, upper: float) -> float:
-    """x with P(χ²_degrees > x) = upper, by bisection of the regularised incomplete gamma function."""
-
-    def tail(x: float) -> float:
-        half = torch.tensor([degrees / 2, x / 2], dtype=torch.float64)
-        return float(torch.special.gammaincc(half[0], half[1]))
-
+    """x with P(χ²_degrees > x) = upper, from the regularised incomplete gamma function: an interval cut in 64 again and
+    again."""
+    half = torch.tensor(degrees / 2, dtype=torch.float64)
     # P(χ² > ν + 2√(νt) + 2t) ≤ e^−t (Laurent and Massart 2000, lemma 1) bounds it from above.
     t = -math.log(upper)
     low, high = 0.0, degrees + 2 * math.sqrt(degrees * t) + 2 * t
-    for _ in range(200):
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if tail(middle) > upper else (low, middle)
-        if high - low <= 1e-9 * high:
-            break
+    while high - low > 1e-9 * high:
+        at = torch.linspace(low, high, 65, dtype=torch.float64)
+        below = int((torch.special.gammaincc(half, at[1:-1] / 2) > upper).sum())  # the tail falls with x
+        low, high = float(at[below]), float(at[below + 1])
     return high
 
 
@@ -61,11 +58,20 @@ class Shift:
     few: bool
 
 
-def shift(kernel: Tensor, twin: Tensor, f: Tensor) -> Shift:
-    """`kernel` and `twin`: a_i of one direction, independent rows only; `f`: f_i > 0. All `[rows]`."""
+def upper_quartile(x: Tensor) -> Tensor:
+    """`torch.quantile(x, 0.75)`, without its sort and its 0.2 ms."""
+    at = 0.75 * (x.numel() - 1)
+    low, high = math.floor(at), math.ceil(at)
+    near = torch.from_numpy(np.partition(x.numpy(force=True), (low, high))[[low, high]])
+    return torch.lerp(near[0], near[1], at - low).to(x.device)
+
+
+def shift(kernel: Tensor, twin: Tensor, f: Tensor, omega: Tensor | None = None) -> Shift:
+    """`kernel` and `twin`: a_i of one direction, independent rows only; `f`: f_i > 0. All `[rows]`. `omega`: the
+    weights that follow from f, where known."""
     if f.numel() == 0:
         return Shift(0.0, 0.0, math.inf, True)
-    omega = torch.minimum(f, torch.quantile(f, 0.75))
+    omega = torch.minimum(f, upper_quartile(f)) if omega is None else omega
     d = kernel - twin
     scale = float((omega * f).sum())
     if f.numel() < FEW_ROWS:
@@ -93,11 +99,11 @@ class Spread:
 NO_SHIFT, NO_SPREAD = Shift(0.0, 0.0, math.inf, False), Spread(0.0, 1.0, 0.0)
 
 
-def spread(kernel: Tensor, twin: Tensor, f: Tensor) -> Spread:
+def spread(kernel: Tensor, twin: Tensor, f: Tensor, omega: Tensor | None = None) -> Spread:
     """Dispersion beyond the twin's. Arguments as for `shift`."""
     if f.numel() < FEW_ROWS:
         return NO_SPREAD
-    omega = torch.minimum(f, torch.quantile(f, 0.75))
+    omega = torch.minimum(f, upper_quartile(f)) if omega is None else omega
     scale = (omega * f).sum()
     r_kernel, r_twin = ((a - (omega * a).sum() / scale * f).abs() for a in (kernel, twin))
     cap = CLIP_SPREAD * float(torch.maximum(r_kernel.median(), r_twin.median()))

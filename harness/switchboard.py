@@ -75,7 +75,7 @@ class _Switched(Arithmetic):
         low = torch.matmul if self._limited is None else partial(limited_matmul, accumulator=self._limited)
         return self.cast(_in_fp32(torch.matmul, low, a, b), stage)
 
-    def exp(self, x: Tensor, stage: str) -> Tensor:
+    def exp(self, x: Tensor, stage: str, own: bool = False) -> Tensor:
         return self.cast(_in_fp32(torch.exp, torch.exp, x) if stage in self._narrow else torch.exp(x), stage)
 
     def tanh(self, x: Tensor, stage: str) -> Tensor:

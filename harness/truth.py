@@ -2,7 +2,8 @@
 
 It shares nothing with the algorithms under test: its own visibility rule, its own softmax (two passes over a whole
 row, no running maximum), no `Arithmetic`. One head of one sequence at a time, a block of query rows against all the
-keys they can see, so that memory beyond inputs and outputs is rows · S · 8 bytes for a few buffers (`BUFFER_BYTES`).
+keys they can see, in buffers made once for all blocks (`_Room`): memory beyond inputs and outputs is one head's keys
+and values and `BUFFER_BYTES` of scores.
 
 In the same pass it notes the ranges that the hazards are predicted from (`Ranges`).
 """
@@ -16,12 +17,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from harness.finite import all_finite
 from harness.operands import Extras, check, slice_rows_keys
 from harness.query_rows import Rows
 from harness.ranges import COUNTED_PAIRS, Place, Ranges
 from harness.spec import AttentionSpec, Shape, rules_in_spec
 
-BUFFER_BYTES = 16 * 2**20  # of one score block; about four such buffers live at a time
+BUFFER_BYTES = (
+    16 * 2**20
+)  # of the score block; without a mask, a bias or NaN in V nothing of its size lives beside it
+
+
+CORNERS = 8  # masks of at most 256² places, kept
+FUSED = (
+    2.0**-64,
+    1.0,
+)  # |scale| that may go into the product: nothing that matters under- or overflows by it
 
 
 @dataclass(frozen=True)
@@ -60,19 +71,56 @@ def reference(
     lse = torch.full(out.shape[:3], -math.inf, dtype=torch.float64, device=q.device)
     row_max = lse.clone()
     noted = Ranges() if ranges else None
+    room = _Room(shape, q.device)
     for b in range(shape.batch):
         for kv_head in range(shape.Hkv):
-            keys, values = _plain(k[b, kv_head]), _plain(v[b, kv_head])
+            room.k.copy_(k[b, kv_head])
+            room.v.copy_(v[b, kv_head])
+            finite = all_finite(room.v)
             for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
-                head = _Head(b, h, q[b, h], keys, values, shape, spec, extras, noted)
+                head = _Head(b, h, q[b, h], room, finite, shape, spec, extras, noted)
                 for block in _row_blocks(shape):
-                    out[b, h, block], lse[b, h, block], row_max[b, h, block] = head.attend(block)
+                    head.attend(block, out[b, h, block], lse[b, h, block], row_max[b, h, block])
     return Truth(out, lse, row_max, noted)
 
 
-def _plain(x: Tensor) -> Tensor:
-    """An FP64 copy, contiguous and aligned: a GEMM's last bits depend on its operands' strides and addresses."""
-    return x.to(torch.float64, memory_format=torch.contiguous_format, copy=True)
+class _Room:
+    """Buffers that every block works in. Operands are copied here: a GEMM's last bits depend on their strides and
+    addresses, and a fresh allocation for each block costs as much as its exp. V is held by channels, `[E, S]`, from
+    which MKL's P·V is a fifth faster."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        def empty(*size: int) -> Tensor:
+            return torch.empty(size, dtype=torch.float64, device=device)
+
+        rows = min(_rows_in_block(shape), shape.q_len)
+        self.k, self._v = empty(shape.S, shape.head_dim), empty(shape.E, shape.S)
+        self._q, self._out = empty(rows, shape.head_dim), empty(rows, shape.E)
+        self._scores = empty(rows * shape.S)
+        self._corners: dict[tuple[int, int, int, bool], Tensor] = {}
+
+    @property
+    def v(self) -> Tensor:
+        return self._v.T
+
+    def q(self, x: Tensor) -> Tensor:
+        return self._q[: x.shape[0]].copy_(x)
+
+    def out(self, rows: int) -> Tensor:
+        return self._out[:rows]
+
+    def scores(self, rows: int, keys: int) -> Tensor:
+        return self._scores[: rows * keys].view(rows, keys)
+
+    def corner(self, rows: int, keys: int, diagonal: int, upper: bool) -> Tensor:
+        """True from a diagonal on, or up to it. Most blocks of a call have the same one."""
+        key = (rows, keys, diagonal, upper)
+        if key not in self._corners:
+            if len(self._corners) == CORNERS:
+                self._corners.clear()
+            ones = torch.ones(rows, keys, dtype=torch.bool, device=self.k.device)
+            self._corners[key] = ones.triu_(diagonal) if upper else ones.tril_(diagonal)
+        return self._corners[key]
 
 
 def _row_blocks(shape: Shape) -> Iterator[slice]:
@@ -85,15 +133,35 @@ def _rows_in_block(shape: Shape) -> int:
     return max(1, min(256, BUFFER_BYTES // (8 * max(shape.S, 1))))
 
 
+Hidden = tuple[slice, Tensor]  # some columns of a block, and which of their places are hidden
+
+
+def _fill(s: Tensor, hidden: list[Hidden], value: float) -> Tensor:
+    for columns, where in hidden:
+        s[:, columns].masked_fill_(where, value)
+    return s
+
+
+def _exact(scale: float) -> bool:
+    """Whether a product times it is exact, so that it may go into the product: a power of two, and none so small or
+    large that anything that matters under- or overflows by it."""
+    return abs(math.frexp(scale)[0]) == 0.5 and 2.0**-64 <= abs(scale) <= 1.0
+
+
+def _seen(hidden: list[Hidden], s: Tensor, rows: slice) -> int:
+    """How many pairs of these rows of a block are not hidden."""
+    return s[rows].numel() - sum(int(torch.count_nonzero(x[rows])) for _, x in hidden)
+
+
 @dataclass
 class _Head:
-    """One head of one sequence: q `[L, D]`, k `[S, D]` and v `[S, E]`, the last two in FP64."""
+    """One head of one sequence: q `[L, D]`; its keys and values, whether finite or not, are in the room."""
 
     b: int
     h: int
     q: Tensor
-    k: Tensor
-    v: Tensor
+    room: _Room
+    finite: bool
     shape: Shape
     spec: AttentionSpec
     extras: Extras
@@ -104,28 +172,30 @@ class _Head:
         self.shift = self.spec.shift(self.extras.length(self.shape.q_len), self.length)
         self.scale = self.spec.scale_for(self.shape.head_dim)
         self.sink = -math.inf if self.extras.sinks is None else float(self.extras.sinks[self.h].double())
-        self.finite = bool(torch.isfinite(self.v).all())
 
-    def attend(self, rows: slice) -> tuple[Tensor, Tensor, Tensor]:
-        """out `[rows, E]`, lse and row max `[rows]`."""
+    def attend(self, rows: slice, out: Tensor, lse: Tensor, row_max: Tensor) -> None:
+        """Fills out `[rows, E]`, lse and row max `[rows]`."""
         keys = self._keys(rows)
         s = self._scores(rows, keys)
-        top = s.amax(-1) if s.shape[-1] else s.new_full((s.shape[0],), -math.inf)
-        m = top if self.sink == -math.inf else top.clamp(min=self.sink)
-        empty = m == -math.inf
-        base = m.masked_fill(empty, 0.0)
-        p = torch.exp_(s.sub_(base[:, None])) if self.finite else torch.exp(s - base[:, None])
-        total = p.sum(-1) + torch.exp(self.sink - base)
-        out = (p @ self.v[keys] if self.finite else self._special(p, s, self.v[keys])) / total[:, None]
-        lse = base + total.log()
-        rule = 0.0 if self.spec.empty_row == "zero" else math.nan
+        if s.shape[-1]:
+            torch.amax(s, -1, out=row_max)
+        m = row_max if self.sink == -math.inf else row_max.clamp(min=self.sink)
+        empty = m == -math.inf if bool((m == -math.inf).any()) else None
+        base = m if empty is None else m.masked_fill(empty, 0.0)
+        p = s.sub_(base[:, None]).exp_() if self.finite else torch.exp(s - base[:, None])
+        total = p.sum(-1)
+        if self.sink != -math.inf:
+            total += torch.exp(self.sink - base)
+        v = self.room.v[keys]
+        o = torch.mm(p, v, out=self.room.out(p.shape[0])) if self.finite else self._special(p, s, v)
+        torch.div(o, total[:, None], out=out)
+        torch.add(base, total.log(), out=lse)
+        if empty is not None:
+            rule = 0.0 if self.spec.empty_row == "zero" else math.nan
+            out.masked_fill_(empty[:, None], rule)
+            lse.masked_fill_(empty, -math.inf if rule == 0 else rule)
         if self.noted is not None:  # last: it uses p up
-            self.noted.note_probs(p, total, self._place(rows, keys), self._counts(rows))
-        return (
-            out.masked_fill(empty[:, None], rule),
-            lse.masked_fill(empty, -math.inf if rule == 0 else rule),
-            top,
-        )
+            self.noted.note_probs(p, total, self._counted(rows), self._place(rows, keys))
 
     def _keys(self, rows: slice) -> slice:
         """Keys inside which lies everything these rows see; `_hidden` decides within it."""
@@ -140,78 +210,89 @@ class _Head:
 
     def _scores(self, rows: slice, keys: slice) -> Tensor:
         """`[rows, keys]`, −∞ where hidden."""
-        s = _plain(self.q[rows]) @ self.k[keys].T
+        q, k = self.room.q(self.q[rows]), self.room.k[keys].T
+        s = self.room.scores(q.shape[0], k.shape[1])
         hidden = self._hidden(rows, keys)
         plain = self.spec.softcap is None and self.extras.bias is None
-        if self.noted is not None:
-            scale = self.scale if plain else None
-            self.noted.note_raw(s, hidden, scale, self._place(rows, keys), self._counts(rows))
-        s *= self.scale
+        fused = plain and _exact(self.scale)
+        if fused:
+            torch.addmm(s, q, k, beta=0, alpha=self.scale, out=s)
+        else:
+            torch.mm(q, k, out=s)
+        noted, at, counted = self.noted, self._place(rows, keys), self._counted(rows)
+        if noted is not None:
+            seen = _seen(hidden, s, slice(0, s.shape[0])), _seen(hidden, s, counted)
+            extremes = noted.note_raw(_fill(s, hidden, 0.0), self.scale if fused else 1.0, seen, at)
+        if not fused:
+            s *= self.scale
         if self.spec.softcap is not None:
-            s = self.spec.softcap * torch.tanh(s / self.spec.softcap)
+            s.div_(self.spec.softcap).tanh_().mul_(self.spec.softcap)
         if self.extras.bias is not None:
-            s = s + self._of_head(self.extras.bias, rows, keys).double()
-        if self.noted is not None and not plain:
-            self.noted.note_scores(s, hidden, self._place(rows, keys), self._counts(rows))
-        return s if hidden is None else s.masked_fill_(hidden, -math.inf)
+            s += self._of_head(self.extras.bias, rows, keys)
+        if noted is not None:
+            if self.extras.bias is not None:
+                _fill(s, hidden, 0.0)
+            if plain and not fused and extremes is not None:
+                low, high = sorted(x * self.scale for x in extremes)
+                extremes = low, high
+            noted.note_scores(s, extremes if plain else None, seen[1], counted, at)
+        return _fill(s, hidden, -math.inf)
 
     def _place(self, rows: slice, keys: slice) -> Place:
         return Place(self.b, self.h, rows.start, keys.start)
 
-    def _counts(self, rows: slice) -> bool:
-        """Whether the histograms take this block: of a large head evenly spaced ones, and the last."""
-        every = max(1, self.shape.q_len * self.shape.S // COUNTED_PAIRS)
-        block = rows.start // _rows_in_block(self.shape)
-        return bool(block % every == 0 or rows.stop == self.shape.q_len)
+    def _counted(self, rows: slice) -> slice:
+        """The rows of a block that the histograms take: all, or of a large head evenly spaced ones."""
+        length = self.shape.q_len
+        every = max(1, min(length, length * self.shape.S // COUNTED_PAIRS))
+        return slice((-rows.start - 1) % every, rows.stop - rows.start, every)
 
     def _of_head(self, x: Tensor, rows: slice, keys: slice) -> Tensor:
         """This head's part of a broadcast tensor, `[rows|1, keys|1]`."""
         b, h = min(self.b, x.shape[0] - 1), min(self.h, x.shape[1] - 1)
         return slice_rows_keys(x[b : b + 1, h : h + 1], rows, keys)[0, 0]
 
-    def _hidden(self, rows: slice, keys: slice) -> Tensor | None:
-        """Pairs hidden by causality, window, mask or bias; None when there are none. Diagonals of triu and tril count
-        from the block's corner, where the offset key − position is `origin`."""
-        size = (rows.stop - rows.start, keys.stop - keys.start)
+    def _hidden(self, rows: slice, keys: slice) -> list[Hidden]:
+        """Pairs hidden by causality, window, mask or bias, none of them twice. Diagonals of triu and tril count from
+        the block's corner, where the offset key − position is `origin`."""
+        n, width = rows.stop - rows.start, keys.stop - keys.start
         origin = keys.start - (rows.start + self.shift)
-        hidden = None
+        parts: list[Hidden] = []
+        right, left = self.spec.right, self.spec.left
         if self.extras.rows is not None:
-            hidden = self._apart(rows, keys)
-        elif self.spec.right is not None and origin + size[1] - 1 > self.spec.right:
-            hidden = self._ones(size).triu(self.spec.right - origin + 1)
-        if (
-            self.extras.rows is None
-            and self.spec.left is not None
-            and origin - (size[0] - 1) < -self.spec.left
-        ):
-            before = self._ones(size).tril(-self.spec.left - origin - 1)
-            hidden = before if hidden is None else hidden | before
+            if right is not None or left is not None:
+                parts.append((slice(0, width), self._apart(rows, keys)))
+            right = left = None
+        if right is not None and origin + width - 1 > right:
+            first = min(width, max(0, right - origin + 1))
+            corner = self.room.corner(n, width - first, right - origin + 1 - first, True)
+            parts.append((slice(first, width), corner))
+        if left is not None and origin - (n - 1) < -left:
+            last = max(0, min(width, n - 1 - left - origin))
+            parts.append((slice(0, last), self.room.corner(n, last, -left - origin - 1, False)))
+        if self.extras.mask is None and self.extras.bias is None:
+            return parts
+        hidden = torch.zeros(n, width, dtype=torch.bool, device=self.q.device)
+        for columns, corner in parts:
+            hidden[:, columns] |= corner
         if self.extras.mask is not None:
-            masked = ~self._of_head(self.extras.mask, rows, keys)
-            hidden = masked.expand(size) if hidden is None else hidden | masked
+            hidden |= ~self._of_head(self.extras.mask, rows, keys)
         if self.extras.bias is not None:
-            biased = self._of_head(self.extras.bias, rows, keys) == -math.inf
-            hidden = biased.expand(size) if hidden is None else hidden | biased
-        return hidden
+            hidden |= self._of_head(self.extras.bias, rows, keys) == -math.inf
+        return [(slice(0, width), hidden)]
 
-    def _apart(self, rows: slice, keys: slice) -> Tensor | None:
+    def _apart(self, rows: slice, keys: slice) -> Tensor:
         """Pairs hidden by causality or window from rows that are no neighbours."""
         at = self.extras.at(rows, self.q.device)[:, None] + self.shift
         j = torch.arange(keys.start, keys.stop, device=self.q.device)
-        hidden = None
+        hidden = torch.zeros(at.shape[0], len(j), dtype=torch.bool, device=j.device)
         if self.spec.right is not None:
-            far = min(
-                max(0, int(at[0]) + self.spec.right + 1 - keys.start), len(j)
-            )  # what the first row sees, all see
-            hidden = torch.zeros(at.shape[0], len(j), dtype=torch.bool, device=j.device)
+            # What the first row sees, all see.
+            far = min(max(0, int(at[0]) + self.spec.right + 1 - keys.start), len(j))
             hidden[:, far:] = j[far:] > at + self.spec.right
         if self.spec.left is not None:
-            before = j < at - self.spec.left
-            hidden = before if hidden is None else hidden | before
+            hidden |= j < at - self.spec.left
         return hidden
-
-    def _ones(self, size: tuple[int, int]) -> Tensor:
-        return torch.ones(size, dtype=torch.bool, device=self.q.device)
 
     @staticmethod
     def _special(p: Tensor, s: Tensor, v: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from harness.compare import compare, unravel
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
+from harness.finite import all_finite
 from harness.formats import get_format
 from harness.records import Errors, Margins, Status
 from harness.rounding import ulp
@@ -33,6 +34,7 @@ from harness.significance import (
     shift,
     spread,
     threshold,
+    upper_quartile,
 )  # fmt: skip
 from harness.twins import Twins
 
@@ -109,9 +111,11 @@ class Bench:
         # A row that repeats another counts once, in every direction.
         alone = self.independent.view(call.truth.out.shape[:3])[..., None]
         self.counted = replace(call, variance=call.variance.masked_fill(~alone, math.inf))
-        self.usable = (
-            torch.isfinite(call.truth.out).all(-1) & torch.isfinite(call.variance).all(-1)
-        ).flatten() & self.independent
+        self.finite = all_finite(call.truth.out)
+        self.usable = self.independent
+        for x, whole in ((call.truth.out, self.finite), (call.variance, all_finite(call.variance))):
+            self.usable = self.usable if whole else self.usable & torch.isfinite(x).all(-1).flatten()
+        self._like_twin: tuple[tuple[Along, ...], float] | None = None  # what every copy of the twin shows
         self._rounding: Tensor | float | None = None
         self.truth = call.rows.take(call.truth.out)  # where twins and directions are looked at
         self.rows = int(self.usable.sum())
@@ -177,8 +181,8 @@ class Bench:
     ) -> Verdict:  # fmt: skip
         truth = self.call.truth.out
         errors = compare(out, truth, self.call.recipe.out_format)
-        finite = torch.isfinite(out) & torch.isfinite(truth)
-        e = out - truth if bool(finite.all()) else torch.where(finite, out - truth, 0.0)
+        finite = None if self.finite and all_finite(out) else torch.isfinite(out) & torch.isfinite(truth)
+        e = out - truth if finite is None else torch.where(finite, out - truth, 0.0)
         reasons = list(class_reasons(errors))
         over, reason = over_ceiling(e, ceiling, self.call.extras.row)
         yard = Yardstick(e, variance, finite, self.ground)
@@ -256,16 +260,18 @@ class Bench:
         self, out: Tensor, first: Projection, at: int, twins: int
     ) -> tuple[tuple[Along, ...], float]:
         tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
-        ok = (
-            self._taken(self.usable)
-            & torch.isfinite(out).all(-1).flatten()
-            & torch.isfinite(self.twins[0]).all(-1).flatten()
-        )
-        found = {}
         same = not at  # to the bit what the twin is, or like none: nothing to test
-        for i, name in enumerate(first.names):
-            rows = ok & (first.f[i] > 0)
-            if int(rows.sum()) >= FEWEST_ROWS:
+        finite = [all_finite(x) for x in (out, self.twins[0])]
+        if same and all(finite) and self._like_twin is not None:
+            return self._like_twin
+        ok = self._taken(self.usable)
+        for x, whole in zip((out, self.twins[0]), finite, strict=True):
+            ok = ok if whole else ok & torch.isfinite(x).all(-1).flatten()
+        found = {}
+        marked = ok & (first.f > 0)
+        for i, (name, count) in enumerate(zip(first.names, marked.sum(1).tolist(), strict=True)):
+            if count >= FEWEST_ROWS:
+                rows = None if count == marked.shape[1] else marked[i]
                 found[name] = _Tested(first, i, rows, at, same)
         suspects = [name for name, x in found.items() if x.suspect(tau)]
         index = 1
@@ -279,7 +285,10 @@ class Bench:
             suspects = [name for name in suspects if found[name].suspect(tau)]
             index += 1
         along = [self._along(name, x, tau) for name, x in found.items()]
-        return tuple(sorted(along, key=lambda x: -max(abs(x.shift.t), x.spread.t))), tau
+        told = tuple(sorted(along, key=lambda x: -max(abs(x.shift.t), x.spread.t))), tau
+        if same and all(finite):
+            self._like_twin = told
+        return told
 
     def _taken(self, rows: Tensor) -> Tensor:
         """Of `[B·H·L]`, the rows looked at."""
@@ -296,7 +305,7 @@ class Bench:
 
     def _lost_key(self, out: Tensor, first: Projection, at: int, tau: float) -> list[str]:
         """Whether one key is missing from all rows that see it."""
-        if not at or not torch.isfinite(self.twins[0]).all() or not torch.isfinite(out).all():
+        if not at or not all_finite(self.twins[0]) or not all_finite(out):
             return []
         worst = self._key_statistic(first, at)
         if worst is None or abs(worst[1]) <= tau:
@@ -337,14 +346,16 @@ class Bench:
 class _Tested:
     """One direction against one twin, or the least that several twins leave."""
 
-    def __init__(self, p: Projection, i: int, rows: Tensor, at: int, same: bool = False) -> None:
-        self.rms, self.norm = float(p.rms[i]), max(float(p.f[i][rows].norm()), 1e-300)
+    def __init__(self, p: Projection, i: int, rows: Tensor | None, at: int, same: bool = False) -> None:
+        f = p.f[i] if rows is None else p.f[i][rows]
+        self.rms, self.norm = float(p.rms[i]), max(float(f.norm()), 1e-300)
         if same:
             self.shift, self.spread = NO_SHIFT, NO_SPREAD
             return
-        f, own = p.f[i][rows], p.a[0][i][rows]
-        kernel = own + p.a[at][i][rows]
-        self.shift, self.spread = shift(kernel, own, f), spread(kernel, own, f)
+        own, moved = p.a[0][i], p.a[at][i]
+        own, moved = (own, moved) if rows is None else (own[rows], moved[rows])
+        kernel, omega = own + moved, torch.minimum(f, upper_quartile(f))
+        self.shift, self.spread = shift(kernel, own, f, omega), spread(kernel, own, f, omega)
 
     def suspect(self, tau: float) -> bool:
         return abs(self.shift.t) > (TWIN_LIMIT if self.shift.few else tau) or self.spread.t > tau
@@ -360,12 +371,13 @@ class _Tested:
 class Yardstick:
     """Error ÷ expectation at every level. A row without expected error is exact: compared, not divided."""
 
-    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor, ground: Ground) -> None:
+    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor | None, ground: Ground) -> None:
+        """`finite`: where output and truth are, None: everywhere."""
         self.ground, slack = ground, ground.limits.slack
         shape = e.shape
-        allowed = variance if _finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
+        allowed = variance if all_finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
         row_e = (e * e).sum(-1)
-        row_v = (allowed if bool(finite.all()) else torch.where(finite, allowed, 0.0)).sum(-1)
+        row_v = (allowed if finite is None else torch.where(finite, allowed, 0.0)).sum(-1)
         self.exact = (row_v == 0) & (row_e > 0)
         ratio = torch.where(row_v > 0, row_e / row_v, 0.0)
         weigh = (ground.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
@@ -381,7 +393,7 @@ class Yardstick:
         )
         self._level("rows", in_blocks, weigh_blocks, tests, slack)
         self._level("row", ratio.reshape(-1, 1), weigh.reshape(-1, 1), tests, slack)
-        self._elements(e, allowed, finite, slack)
+        self._elements(e, allowed, slack)
         self.worst_at, self.worst = max(
             ((name, share) for name, share, _ in self.levels), key=lambda x: x[1], default=("", 0.0)
         )
@@ -412,10 +424,12 @@ class Yardstick:
         )
         return f"b={b} h={h}{at}"
 
-    def _elements(self, e: Tensor, variance: Tensor, finite: Tensor, slack: float) -> None:
+    def _elements(self, e: Tensor, variance: Tensor, slack: float) -> None:
         if not e.numel():
             return
-        z = torch.where(variance > 0, e.abs() / (variance + self.ground.own_rounding).sqrt(), 0.0)
+        z = e.abs().div_((variance + self.ground.own_rounding).sqrt_())
+        if not bool(variance.min() > 0):
+            z = torch.where(variance > 0, z, 0.0)
         limit = slack * threshold(e.numel())
         worst = int(z.argmax())
         at = unravel(worst, e.shape)
@@ -437,7 +451,7 @@ class Yardstick:
 def own_rounding(truth: Tensor, out_format: str) -> Tensor | float:
     """ulp²/12 of each element."""
     fmt = get_format(out_format)
-    truth = truth if _finite(truth) else truth.nan_to_num(0.0, 0.0, 0.0)
+    truth = truth if all_finite(truth) else truth.nan_to_num(0.0, 0.0, 0.0)
     return ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
 
 
@@ -490,7 +504,7 @@ def over_ceiling(e: Tensor, ceiling: Tensor, number: Callable[[int], int] = int)
     """The largest error ÷ ceiling, and what it says when it is above 1. A bound of 0 allows no error. `number`: what a
     row is called."""
     bound = torch.where(torch.isnan(ceiling), math.inf, ceiling)
-    share = torch.where(e == 0, 0.0, e.abs() / bound)
+    share = (e.abs() / bound).masked_fill_(e == 0, 0.0)
     if not share.numel():
         return 0.0, []
     worst = int(share.argmax())
@@ -504,13 +518,8 @@ def over_ceiling(e: Tensor, ceiling: Tensor, number: Callable[[int], int] = int)
     ]
 
 
-def _finite(x: Tensor) -> bool:
-    """In one pass without a mask: the extremes are NaN or infinite as soon as one element is."""
-    return x.numel() == 0 or all(math.isfinite(e) for e in torch.stack(torch.aminmax(x)).tolist())
-
-
 def _mean(x: Tensor) -> float:
-    kept = x[torch.isfinite(x)]
+    kept = x if all_finite(x) else x[torch.isfinite(x)]
     return float(kept.mean()) if kept.numel() else math.nan
 
 

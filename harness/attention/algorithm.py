@@ -12,6 +12,7 @@ from torch import Tensor
 from harness._frozen import FrozenMap
 from harness.arithmetic import DTYPES, Arithmetic, Watcher
 from harness.attention.rows import Problem, descaled
+from harness.finite import all_finite
 from harness.operands import NO_EXTRAS, Extras, check
 from harness.quantize import Stored, store
 from harness.recipe import Recipe, get_recipe
@@ -129,8 +130,8 @@ def _problem(
     p = Problem(
         Shape(b, h, length, d, kv_heads=hk, kv_len=s, value_dim=e), spec, extras,
         q_codes, k_codes, v_codes, q.scale, k.scale, v.scale,
-        v_finite=bool(torch.isfinite(v.codes).all()),
+        v_finite=all_finite(v.codes),
     )  # fmt: skip
     if p.v_finite and p.v_scale is not None and p.scales_each_value:  # finite codes may leave the base format
-        p = replace(p, v_finite=bool(torch.isfinite(descaled(p.v, p.v_scale, dtype)).all()))
+        p = replace(p, v_finite=all_finite(descaled(p.v, p.v_scale, dtype)))
     return p

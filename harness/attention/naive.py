@@ -32,14 +32,17 @@ def attend(
     empty = top == -math.inf
     m = top.masked_fill(empty, 0.0) if subtract_max else torch.zeros_like(top)
 
-    e = ar.exp(ar.sub(s, m, "shifted") if subtract_max else s, "exp")
+    own = p.v_finite  # else the scores tell once more which keys are hidden
+    e = ar.exp(ar.sub(s, m, "shifted", own), "exp", own=True) if subtract_max else ar.exp(s, "exp", own)
     if ar.recipe.normalise == "early":
         l = _denominator(ar, e, sink, m)
         w = ar.cast(e / l.masked_fill(empty, 1.0) * ar.recipe.p_scale, "probs")
         divisor = None
     else:
-        w = ar.cast(e * ar.recipe.p_scale, "probs")
-        l = _denominator(ar, w / ar.recipe.p_scale if ar.recipe.row_sum == "after" else e, sink, m)
+        scale = ar.recipe.p_scale
+        w = ar.cast(e * scale if scale != 1 else e, "probs")
+        summed = e if ar.recipe.row_sum != "after" else w / scale if scale != 1 else w
+        l = _denominator(ar, summed, sink, m)
         divisor = l
     o = probs_times_v(ar, p, w, s, keys, "acc")
     return finish(ar, p, o, divisor, m + l.log(), empty)

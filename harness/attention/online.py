@@ -42,18 +42,18 @@ def _stream(
         # 1; 0 of −∞; NaN of +∞, as a key's score gives
         l = torch.exp(m - m.masked_fill(m == -math.inf, 0.0))
 
-    seen = key_range(p, rows)
+    seen, scale = key_range(p, rows), ar.recipe.p_scale
     for start in range(seen.start, seen.stop, block):
         keys = slice(start, min(start + block, seen.stop))
         s = scores(ar, p, rows, keys)
         m_new = torch.maximum(m, s.amax(-1, keepdim=True))
         base = m_new.masked_fill(m_new == -math.inf, 0.0)  # a row that has seen nothing yet
-        a = ar.exp(ar.sub(m, base, "shifted"), "rescale")
-        e = ar.exp(ar.sub(s, base, "shifted"), "exp")
-        w = ar.cast(e * ar.recipe.p_scale, "probs")
-        part = ar.sum(w / ar.recipe.p_scale if ar.recipe.row_sum == "after" else e, "row_sum")
-        l = ar.rescale_add(a, l, part, "row_sum")
-        o = ar.rescale_add(a, o, probs_times_v(ar, p, w, s, keys, "block_out"), "acc")
+        a = ar.exp(ar.sub(m, base, "shifted"), "rescale", own=True)
+        e = ar.exp(ar.sub(s, base, "shifted", own=p.v_finite), "exp", own=True)
+        w = ar.cast(e * scale if scale != 1 else e, "probs")
+        part = ar.sum(e if ar.recipe.row_sum != "after" else w / scale if scale != 1 else w, "row_sum")
+        l = ar.rescale_add(a, l, part, "row_sum", own=True)
+        o = ar.rescale_add(a, o, probs_times_v(ar, p, w, s, keys, "block_out"), "acc", own=True)
         m = m_new
     empty = m == -math.inf
     return finish(ar, p, o, l, m + l.log(), empty)

@@ -131,15 +131,28 @@ def scores(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor:
     if p.k_scale is not None and _within_row(p.k_scale):
         k = descaled(k, _part(p.k_scale, keys), ar.dtype)
     s = ar.matmul(p.fold(q), k.mT, "scores_raw")
-    s = ar.mul(s, _score_factor(ar, p, rows, keys), "scores")
+    s = ar.mul(s, _score_factor(ar, p, rows, keys), "scores", own=True)
     if p.spec.softcap is not None:
         s = ar.div(s, p.spec.softcap, "scores")
         s = ar.mul(ar.tanh(s, "scores"), p.spec.softcap, "scores")
     if p.extras.bias is not None:
         bias = slice_rows_keys(p.extras.bias, rows, keys).to(s.dtype)
         s = ar.add(s, p.fold(bias.expand(-1, -1, rows.stop - rows.start, keys.stop - keys.start)), "scores")
-    seen = visible(p, rows, keys)
-    return s if seen is None else s.masked_fill(~seen, -math.inf)
+    return _hide(p, s, rows, keys)
+
+
+def _hide(p: Problem, s: Tensor, rows: slice, keys: slice) -> Tensor:
+    """−∞ where hidden, in place. Where causality alone hides nothing left of the block's corner is touched."""
+    if p.spec.right is None or p.spec.left is not None or p.extras.given not in ((), ("sinks",)):
+        seen = visible(p, rows, keys)
+        return s if seen is None else s.masked_fill_(~seen, -math.inf)
+    first = rows.start + p.spec.shift(p.shape.q_len, p.shape.S) + p.spec.right + 1 - keys.start
+    height, width = rows.stop - rows.start, keys.stop - keys.start
+    start = min(max(first, 0), width)
+    if start < width and height:
+        hidden = torch.ones(height, width - start, dtype=torch.bool, device=s.device).triu_(first - start)
+        s.view(-1, height, width)[..., start:].masked_fill_(hidden, -math.inf)
+    return s
 
 
 def _score_factor(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor | float:
@@ -198,8 +211,10 @@ def finish(
     if p.v_scale is not None and not p.scales_each_value:
         o = o * p.v_scale.to(ar.dtype)
     rule = 0.0 if p.spec.empty_row == "zero" else math.nan
+    some = bool(empty.any())
     if divisor is not None:
-        o = o / divisor.masked_fill(empty, 1.0)
-    out = ar.cast(o.masked_fill(empty, rule), "out")
-    lse = lse.masked_fill(empty, -math.inf if p.spec.empty_row == "zero" else math.nan)
+        o = o / (divisor.masked_fill(empty, 1.0) if some else divisor)
+    out = ar.cast(o.masked_fill(empty, rule) if some else o, "out")
+    if some:
+        lse = lse.masked_fill(empty, -math.inf if p.spec.empty_row == "zero" else math.nan)
     return p.unfold(out), p.unfold(lse)[..., 0]

@@ -17,6 +17,7 @@ from harness.error_model.ceiling import ceiling
 from harness.error_model.form import BLACK_BOX, SERIAL, WHOLE, Form, form_of
 from harness.error_model.problem import Problem
 from harness.error_model.variance import spread, unpredicted
+from harness.finite import all_finite
 from harness.operands import check, squares_fit_fp32
 from harness.query_rows import Rows
 from harness.recipe import Recipe, get_recipe
@@ -119,8 +120,13 @@ def _fill(result: Expectation, b: Block, recipe: Recipe, form: Form) -> None:
 
 
 def _mask(result: Expectation, truth: Truth) -> None:
+    finite = all_finite(truth.out)
+    if finite and all_finite(truth.lse):  # no row is empty either
+        return
     empty = truth.lse == -math.inf
     for x in (result.variance, result.ceiling):
-        x.masked_fill_(empty[..., None], 0.0).masked_fill_(~torch.isfinite(truth.out), math.nan)
+        x.masked_fill_(empty[..., None], 0.0)
+        if not finite:
+            x.masked_fill_(~torch.isfinite(truth.out), math.nan)
     for x in (result.lse_variance, result.lse_ceiling):
         x.masked_fill_(~torch.isfinite(truth.lse), math.nan).masked_fill_(empty, 0.0)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from harness.error_model.form import rounded
 from harness.error_model.problem import BLOCK_KEYS, CHUNK, NEGLIGIBLE, Heads, early
+from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.recipe import Recipe
 
@@ -61,9 +62,8 @@ class Block:
         self.empty = m == -math.inf
         m = m.masked_fill(self.empty, 0.0)
         d = s.sub_(m).to(dtype)
-        e = torch.exp(torch.nn.functional.threshold(d, NEGLIGIBLE, -math.inf))
+        e = torch.threshold_(torch.exp(d), math.exp(NEGLIGIBLE), 0.0)
         self.far = d  # −∞ where hidden
-        self.d = torch.nn.functional.threshold(d, NEGLIGIBLE, 0.0)
         self.m = m.to(dtype)
         self.sink = None if sink is None else (sink - m).to(dtype)
         self.sink_e = torch.zeros_like(self.m) if self.sink is None else torch.exp(self.sink)
@@ -79,11 +79,7 @@ class Block:
         p = self.p_
         if p.large and p.dtype is torch.float32 and p.extras.bias is None and p.spec.softcap is None:
             q, k = self._finite_qk
-            if (
-                float(self.length_bound.amax()) < SMALL_SCORES
-                and self.q.isfinite().all()
-                and self.heads.k_finite
-            ):
+            if float(self.length_bound.amax()) < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite:
                 return q @ k.mT
         q, step = self.q * self.scale, BLOCK_KEYS
         if self.k.shape[1] <= step:
@@ -93,8 +89,19 @@ class Block:
             s[..., start : start + step] = q @ self.k[:, start : start + step].double().mT
         return s
 
+    @cached_property
+    def d(self) -> Tensor:
+        """s − m, 0 where a key is hidden or weightless."""
+        d: Tensor = torch.nn.functional.threshold(self.far, NEGLIGIBLE, 0.0)
+        return d
+
     def _hide(self, s: Tensor) -> None:
         """−∞ where hidden, in place; how many keys each row sees."""
+        spec, extras = self.p_.spec, self.p_.extras
+        causal = spec.right is not None and spec.left is None and extras.rows is None
+        if causal and extras.given in ((), ("sinks",)):
+            self._hide_corner(s, spec.right or 0)
+            return
         self.count = (
             torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
         )
@@ -108,6 +115,26 @@ class Block:
         if hidden is not None:
             s.masked_fill_(hidden, -math.inf)
             self.count -= hidden.sum(-1, keepdim=True)
+
+    def _hide_corner(self, s: Tensor, right: int) -> None:
+        """The same where causality alone hides: nothing left of a block's corner is touched."""
+        keys = s.shape[-1]
+        first = (
+            self.rows.start
+            + self.p_.spec.shift(self.p_.shape.q_len, self.p_.shape.S)
+            + right
+            + 1
+            - self.keys.start
+        )
+        row = torch.arange(self.width, dtype=s.dtype, device=s.device)
+        count = (row + first).clamp_(0, keys).repeat(self.group)
+        self.count = count[None, :, None].expand(*s.shape[:2], 1)
+        start = min(max(first, 0), keys)
+        if start < keys:
+            hidden = torch.ones(self.width, keys - start, dtype=torch.bool, device=s.device).triu_(
+                first - start
+            )
+            s.view(-1, self.width, keys)[..., start:].masked_fill_(hidden, -math.inf)
 
     @property
     def _shift(self) -> int:
@@ -245,7 +272,7 @@ class Block:
     @cached_property
     def _finite_qk(self) -> tuple[Tensor, Tensor]:
         q = self.q * self.scale
-        return torch.where(torch.isfinite(q), q, 0.0).to(self.p_.dtype), self.heads.finite_k[:, self.keys]
+        return finite_or_zero(q).to(self.p_.dtype), self.heads.finite_k[:, self.keys]
 
     @cached_property
     def squares(self) -> Tensor:

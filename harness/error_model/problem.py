@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from harness.finite import all_finite, finite_or_zero
 from harness.operands import Extras
 from harness.spec import AttentionSpec, Shape
 
@@ -67,18 +68,14 @@ def _blocks(x: Tensor) -> Iterator[Tensor]:
         yield x[:, start : start + BLOCK_KEYS].double()
 
 
-def _all_finite(x: Tensor) -> bool:
-    return all(bool(torch.isfinite(x[:, i : i + BLOCK_KEYS]).all()) for i in range(0, x.shape[1], BLOCK_KEYS))
-
-
 class Heads:
     """Keys and values of some heads, prepared once for all their rows."""
 
     def __init__(self, p: Problem, part: slice) -> None:
         self.p, self.part = p, part
         self.k, v = p.k[part], p.v[part]
-        self.k_finite = _all_finite(self.k)
-        self.v = v if _all_finite(v) else torch.where(torch.isfinite(v), v, 0.0)
+        self.k_finite = all_finite(self.k)
+        self.v = finite_or_zero(v)
         n, keys, width = v.shape
         # Σ W (v − ω)² = Σ W v² − 2ω Σ W v + ω² Σ W cancels when v is far from 0: v counts from its mean.
         mean = [x.mean(1, keepdim=True) * (x.shape[1] / keys) for x in _blocks(self.v)]

@@ -44,7 +44,7 @@ class Groups:
             self.chunk = torch.where(last, float(b.p.shape[-1]), float(CHUNK)).to(torch.float64)
         # Groups count from where some row's keys start; of this block's they may cut the first and the last.
         self.lead = (b.keys.start - b.span.start) % self.size if form.arrangement != "whole" else 0
-        self.here = max(1, -(-(self.lead + b.d.shape[-1]) // self.size))
+        self.here = max(1, -(-(self.lead + b.p.shape[-1]) // self.size))
         self.var = torch.zeros_like(b.o)
         self.bias = torch.zeros_like(b.o)  # errors of one sign
         self.lse = torch.zeros_like(b.m, dtype=b.o.dtype)

@@ -22,13 +22,18 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.operators: list[str] = []
         self.places: list[tuple[str, str]] = []
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: torch would load its compiler, two seconds of imports, to keep it away from what never meets it."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func._can_decompose():
             with self:
-                parts = func.decompose(*args, **kwargs)
+                parts = _decompose(func, args, kwargs)
             if parts is not NotImplemented:
                 return parts
         name = func.name().removeprefix("aten::")
@@ -45,3 +50,11 @@ class Seen(TorchDispatchMode):  # type: ignore[no-untyped-call]
             (dict.fromkeys(x) for x in zip(*self.places, strict=True)) if self.places else ((), ())
         )
         return Ran(backend, tuple(self.operators), "+".join(dtypes), "+".join(devices))
+
+
+def _decompose(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By torch's C++ where it has that: `decompose` prefers Python, which first loads sympy for half a second."""
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return func._op_dk(key, *args, **kwargs)
+    return func.decompose(*args, **kwargs)

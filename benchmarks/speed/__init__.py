@@ -1,0 +1,1 @@
+"""The harness's own speed: each ratio measured in one run."""
