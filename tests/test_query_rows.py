@@ -138,12 +138,12 @@ def test_rows_see_in_truth_model_and_algorithms_what_they_see_in_the_whole_call(
                     else shown[:, :, : part.stop - part.start]
                 )
                 assert torch.equal(got.expand_as(mine[..., keys]), mine[..., keys])
-            full, full_e = expect(q, k, v, spec, "fp16", WHOLE, kv_lens=lens)
+            full, full_e = expect(q, k, v, spec, "fp32", WHOLE, kv_lens=lens)
             own = harness.reference(rows.take(q), k, v, spec, kv_lens=lens, rows=rows)
             bound = 96 * 2.0**-52 * v.abs().max()  # FP64 sums of at most 96 keys, twice
             assert (own.out - rows.take(full.out)).abs().max() < bound
             stored = tuple(Stored(x) for x in (rows.take(q), k, v))
-            (e,) = heads.expectations_by_head(own, stored, spec, some, get_recipe("fp16"), [WHOLE])
+            (e,) = heads.expectations_by_head(own, stored, spec, some, get_recipe("fp32"), [WHOLE])
             both = torch.stack([e.variance, rows.take(full_e.variance)])
             fp32 = 12 * 96 * 2.0**-24  # a dozen FP32 sums of at most 96 terms, in blocks of other sizes
             assert ((both[0] - both[1]).abs() <= fp32 * both.amax(0)).all()
