@@ -133,9 +133,11 @@ def test_a_run_on_a_cluster_is_kept_on_disk_and_resumed(
 
     monkeypatch.setattr("harness.journal.cluster", Given)
     path = tmp_path / "records.jsonl"
-    found = [r for _, batch in record(path, UNITS[:3], 1, False, "dask://local?workers=2") for r in batch]
+    found = [
+        r for _, batch in record(path, UNITS[:3], 1, False, executor="dask://local?workers=2") for r in batch
+    ]
     assert timeless(found) == serial[: len(found)] == timeless(read_records(path))
-    again = [r for _, batch in record(path, UNITS, 1, True, "dask://local?workers=2") for r in batch]
+    again = [r for _, batch in record(path, UNITS, 1, True, executor="dask://local?workers=2") for r in batch]
     assert timeless(again) == serial == timeless(read_records(path))
     assert [r.created for r in again[: len(found)]] == [r.created for r in found]  # kept, not run again
 
