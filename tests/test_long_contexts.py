@@ -23,8 +23,8 @@ def points() -> list[dict[str, Any]]:
         for n in SMALL for mean in study.MEANS for recipe in study.RECIPES for algorithm in study.ALGORITHMS
     ]  # fmt: skip
     audit = {
-        "task": "audit:x", "kind": "audit", "name": "x", "recipe": "bf16", "status": "PASS", "rows": "8 of 9", "ratio": 1.0,
-        "rel_l2": 1e-3, "cpu_s": 2.0, "wall_s": 3.0, "kernel_s": 1.0, "peak": 2**31,
+        "task": "audit:x", "kind": "audit", "name": "x", "recipe": "bf16", "status": "PASS", "rows": "8 of 9",
+        "ratio": 1.0, "rel_l2": 1e-3, "cpu_s": 2.0, "wall_s": 3.0, "kernel_s": 1.0, "peak": 2**31,
     }  # fmt: skip
     return [*growth, audit]
 
