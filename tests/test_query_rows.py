@@ -356,3 +356,19 @@ def test_long_cases_run_by_name_alone_and_a_small_one_by_algorithm_and_kernel() 
 def test_case_of_too_few_rows_is_refused(rows: Any) -> None:
     with pytest.raises(ValueError, match=r"rows of made/x is .*; allowed: an integer ≥ 8"):
         Case("made", "x", Shape(q_len=100), "x", rows=rows)
+
+
+def test_a_fault_of_a_long_context_is_named_from_a_few_rows_of_one_kv_head(
+    prefill: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (q, k, v), _, spec = prefill
+    monkeypatch.setattr("harness.part.LONG", 0)
+    monkeypatch.setattr("harness.part.LONG_PAIRS", N * 2 * 8)
+    monkeypatch.setattr(heads, "ELEMENTS", 0)
+    wrong = (
+        harness.get("online_softmax").run(q, k, v, replace(spec, scale=0.3), recipe="bf16").out
+    )  # 16^-½ is 0.25
+    judged = harness.judge(wrong, q, k, v, spec=spec, rows=COUNT)
+    assert judged.status is Status.FAIL
+    assert judged.diagnosis is not None
+    assert judged.diagnosis.fault == "scale", str(judged)
