@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
 import torch
 
 from harness.cell import Unit, run_unit
+from harness.cluster import cluster
 from harness.interrupts import interrupts_held
 from harness.machine import machine
 from harness.pipeline import run_units
@@ -20,9 +21,11 @@ from harness.records import Record, read_records, to_json, write_records
 
 
 def record(
-    path: Path, units: Sequence[Unit], jobs: int, resume: bool, tell: Callable[[str], None] | None = None
-) -> Iterator[tuple[Unit, list[Record]]]:
-    """Run the units, append each one's records to `path`, and yield them.
+    path: Path, units: Sequence[Unit], jobs: int, resume: bool, tell: Callable[[str], None] | None = None,
+    executor: str = "",
+) -> Iterator[tuple[Unit, list[Record]]]:  # fmt: skip
+    """Run the units, append each one's records to `path`, and yield them. `executor`: the address of a cluster
+    (`harness.cluster`) to run them on, instead of `jobs` processes here.
 
     With `resume`, records of `path` that belong to these units are kept, and yielded, and units that are complete are
     not run again; records of other units go, and `tell` is given a line that counts them. Otherwise the file starts
@@ -35,11 +38,11 @@ def record(
     done, dropped = _kept(path, units) if resume else ({}, "")
     if dropped and tell is not None:
         tell(dropped)
-    return _recorded(path, units, jobs, done)
+    return _recorded(path, units, jobs, done, executor)
 
 
 def _recorded(
-    path: Path, units: Sequence[Unit], jobs: int, done: Mapping[tuple[str, int], list[Record]]
+    path: Path, units: Sequence[Unit], jobs: int, done: Mapping[tuple[str, int], list[Record]], executor: str
 ) -> Iterator[tuple[Unit, list[Record]]]:
     kept = [r for unit in units for r in done.get((unit.case.id, unit.seed), [])]
     left = [u for u in units if (u.case.id, u.seed) not in done]
@@ -51,8 +54,11 @@ def _recorded(
     if not left:
         return
     started = False
-    with workers(min(jobs, len(left))) as executor:
-        for unit, records in _results(left, executor):
+    where: AbstractContextManager[Executor | None] = (
+        cluster(executor, left[0].device) if executor else workers(min(jobs, len(left)))
+    )
+    with where as pool:
+        for unit, records in _results(left, pool):
             if started:
                 _append(path, records)
             else:
@@ -68,7 +74,7 @@ def _append(path: Path, records: Sequence[Record]) -> None:
         os.fsync(file.fileno())
 
 
-def _results(units: Sequence[Unit], pool: ProcessPoolExecutor | None) -> Iterator[tuple[Unit, list[Record]]]:
+def _results(units: Sequence[Unit], pool: Executor | None) -> Iterator[tuple[Unit, list[Record]]]:
     """`run_units`, but nothing is cancelled on the way out: a pool that loses its processes while it holds cancelled
     futures prints a traceback (Python 3.11)."""
     if pool is None:

@@ -88,6 +88,8 @@ class Rows:
         taken = f"{len(self)} of {self.of} rows per head"
         if self.seed is None:
             return f"{taken}, named by the caller"
+        if len(self) == self.of:
+            return f"{taken}, seed {self.seed}"
         ends, borders, worst, drawn = self.counts
         how = f"{ends} at both ends, {borders} at borders of {TILE} rows, {worst} worst by the model, {drawn} drawn"
         return f"{taken}, seed {self.seed} ({how})"

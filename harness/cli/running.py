@@ -37,7 +37,9 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
     units = plan(chosen.cases, chosen.implementations, recipes, chosen.device, chosen.seeds)
     records: list[Record] = []
     finished = 0
-    recorded = record(path, units, chosen.jobs, resume, lambda line: click.echo(line, err=True))
+    recorded = record(
+        path, units, chosen.jobs, resume, lambda line: click.echo(line, err=True), chosen.executor
+    )
     try:
         with progress(chosen.cells) as shown:
             for unit, batch in recorded:
@@ -45,8 +47,9 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
                 finished += 1
                 shown.update(unit.cells, unit.case.id)
     except BrokenExecutor:
+        retried = ", more often than is retried" if chosen.executor else ""
         raise RunFailed(
-            f"a worker process died (killed, or out of memory) with {finished} of {len(units)} units recorded in"
-            f" {path}: what is there is whole; try fewer --jobs, with --resume where the command has it"
+            f"a worker process died (killed, or out of memory{retried}) with {finished} of {len(units)} units recorded"
+            f" in {path}: what is there is whole; try fewer --jobs, with --resume where the command has it"
         ) from None
     return records

@@ -14,6 +14,7 @@ import click
 
 from harness import registry
 from harness.case import Case, load_cases
+from harness.cluster import parse
 from harness.recipe import DEFAULT_RECIPES, Recipe, get_recipe, load_recipe
 
 SEEDS = 3
@@ -53,6 +54,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--jobs", type=click.IntRange(1), default=None, metavar="N",
         help="Processes.  [default: one a core; 1 on cuda]",
     ),
+    click.option(
+        "--executor", default=None, metavar="URL", help="A Dask cluster: dask://host:8786, dask://local?workers=2.",
+    ),
 )  # fmt: skip
 
 
@@ -74,6 +78,7 @@ class Selection:
     device: str
     jobs: int
     named: bool = True  # whether the recipes were: else a case may leave some out
+    executor: str = ""
 
     @property
     def cells(self) -> int:
@@ -95,15 +100,15 @@ class Selection:
         parts = (
             (self.cells, "cell"), (len(self.cases), "case"), (len(names), "implementation"),
             (len(self.recipes), "recipe"), (self.seeds, "seed"), (self.jobs, "job"),
-        )  # fmt: skip
+        )[: 5 if self.executor else None]  # fmt: skip
         cells, *rest = (f"{n} {word}{'s' * (n != 1)}" for n, word in parts)
-        return f"{cells}: {', '.join(rest)}, {self.device}"
+        return f"{cells}: {', '.join(rest)}, {self.device}{f' on {self.executor}' if self.executor else ''}"
 
 
 def select(
     cases: tuple[str, ...], only: tuple[str, ...], implementations: tuple[str, ...], recipes: tuple[str, ...],
     seeds: int, device: str, jobs: int | None, kernels: tuple[str, ...] = (), layout: str | None = None,
-    time_limit: float | None = None,
+    time_limit: float | None = None, executor: str | None = None,
 ) -> Selection:  # fmt: skip
     """The selection that these options make. torch is not loaded: what it alone can tell is checked later. The time
     limit is for kernels' processes, which inherit it.
@@ -119,9 +124,18 @@ def select(
     chosen = tuple(dict.fromkeys(_recipe(r) for r in recipes or (KERNEL_RECIPES if own else DEFAULT_RECIPES)))
     if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
         raise ValueError(f"unknown device {device!r}; allowed: cpu, cuda or cuda:N")
+    if executor is not None:
+        parse(executor)
+        if jobs is not None:
+            raise ValueError(
+                f"--jobs {jobs} was given with --executor, whose workers are the jobs; leave one out"
+            )
+        jobs = 1
     if jobs is None:
         jobs = _cores() if device == "cpu" else 1
-    return Selection(_cases(cases, only), names, chosen, seeds, device, jobs, bool(recipes) or own)
+    return Selection(
+        _cases(cases, only), names, chosen, seeds, device, jobs, bool(recipes) or own, executor or ""
+    )
 
 
 def _kernels(kernels: tuple[str, ...], layout: str | None) -> tuple[str, ...]:
