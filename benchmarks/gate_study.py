@@ -4,8 +4,8 @@
 
 repeats the smoke run of the gate (`benchmarks/gate/runs.py`) under two instruction sets, `--runs` times each, and holds
 every run against baselines of both; then runs with another library's products within one class of machine; then
-simulates runs in which every FP32 rounding is drawn anew; then plants regressions (`benchmarks/gate/plants.py`). A study
-that was stopped goes on in `--state`.
+simulates runs in which every FP32 rounding is drawn anew; then plants regressions (`benchmarks/gate/plants.py`). A
+study that was stopped goes on in `--state`.
 """
 
 from __future__ import annotations
@@ -30,6 +30,38 @@ from harness.gate.drift import find_drifts
 from harness.records import Record, read_records
 
 ISAS, OTHERS = ("avx2", "default"), ("avx2-mkl-compatible", "avx2-onednn-sse41")
+
+UNCHANGED = """\
+## Unchanged code
+
+Each run is the gate's own: every smoke case, implementation, recipe and seed, computed and judged anew, in one
+long-lived process per setting (started once, not for each run). Between runs changed: the order of the units, where
+tensors lie in memory, and in some the threads or the number of processes. *Different records*: how many sets of records
+were met, timings, dates, commit and thread count apart.
+
+| setting | runs | with 2 threads | with 2 processes | records | different records | environment |
+|---|---|---|---|---|---|---|"""
+AGAINST = """
+Every run against the first run under each instruction set as its baseline. Across instruction sets the gate compares
+verdicts and error ÷ expected. The last two settings are of the class `avx2` as far as torch says, with the matrix
+products of another processor: the paired test has to take them for noise.
+
+| setting | baseline | runs | alarms | notes |
+|---|---|---|---|---|"""
+REDRAWN = """
+## Every FP32 rounding drawn anew
+
+{} simulated smoke runs a level: the d of every FP32 pair from a normal of deviation s·τ (`harness/gate/drift.py`).
+
+| s | runs that alarmed |
+|---|---|"""
+PLANTED = """
+## Planted
+
+Through `python -m harness gate`, one at a time.
+
+| planted | exit code | lines |
+|---|---|---|"""
 
 
 @dataclass(frozen=True)
@@ -103,63 +135,43 @@ def page(
 ) -> str:
     first = first_records(state, "avx2")[0].machine
     runs = {setting: read_runs(state, setting) for setting in (*ISAS, *OTHERS)}
-    lines = [
-        "# Does the gate flake, and does it sleep?", "",
-        f"`python -m benchmarks.gate_study --runs {min(len(runs[s]) for s in ISAS)}`, torch {first.torch}, {first.system}.",
-        "", "## Unchanged code", "",
-        "Each run is the gate's own: every smoke case, implementation, recipe and seed, computed and judged anew, in one "
-        "long-lived process per setting (started once, not for each run). Between runs changed: the order of the units, "
-        "where tensors lie in memory, and in some the threads or the number of processes. *Different records*: how many "
-        "sets of records were met, timings, dates, commit and thread count apart.", "",
-        "| setting | runs | with 2 threads | with 2 processes | records | different records | environment |",
-        "|---|---|---|---|---|---|---|",
-    ]  # fmt: skip
-    for setting, met in runs.items():
-        two = [sum(r[what] == 2 for r in met) for what in ("threads", "jobs")]
-        environment = " ".join(f"`{n}={v}`" for n, v in SETTINGS[setting].items())
-        different = len({r["signature"] for r in met})
-        lines.append(
-            f"| {setting} | {len(met)} | {two[0]} | {two[1]} | {met[0]['cells']} | {different} | {environment} |"
-        )
-    lines += [
-        "", "Every run against the first run under each instruction set as its baseline. Across instruction sets the "
-        "gate compares verdicts and error ÷ expected. The last two settings are of the class `avx2` as far as torch says, "
-        "with the matrix products of another processor: the paired test has to take them for noise.", "",
-        "| setting | baseline | runs | alarms | notes |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    lines += [
-        f"| {h.setting} | {h.baseline} | {h.runs} | **{h.alarms}** | {'; '.join(h.notes) or '—'} |"
-        for h in table
+    command = f"python -m benchmarks.gate_study --runs {max(len(runs[s]) for s in ISAS)}"
+    total, alarms = sum(len(runs[s]) for s in ISAS), sum(h.alarms for h in table)
+    parts = [
+        "# Does the gate flake, and does it sleep?\n",
+        f"`{command}`, torch {first.torch}, {first.system}.\n",
+        UNCHANGED,
+        *(_setting(setting, met) for setting, met in runs.items()),
+        AGAINST,
+        *(
+            f"| {h.setting} | {h.baseline} | {h.runs} | **{h.alarms}** | {'; '.join(h.notes) or '—'} |"
+            for h in table
+        ),
+        f"\n**{total} runs under two instruction sets, {sum(h.runs for h in table)} comparisons, {alarms} alarms.**",
+        REDRAWN.format(simulations),
+        *(f"| {level} | {count} |" for level, count in levels),
+        PLANTED,
+        *(f"| {p.what} | {p.code} | {_lines(p)} |" for p in plants),
     ]
-    total = sum(len(runs[s]) for s in ISAS)
-    alarms = sum(h.alarms for h in table)
-    lines += [
-        "", f"**{total} runs under two instruction sets, {sum(h.runs for h in table)} comparisons, {alarms} alarms.**", "",
-        "## Every FP32 rounding drawn anew", "",
-        f"{simulations} simulated smoke runs: the d of every FP32 pair from a normal of deviation s·τ (`harness/gate/"
-        "drift.py`).", "", "| s | runs that alarmed |", "|---|---|",
-    ]  # fmt: skip
-    lines += [f"| {level} | {count} |" for level, count in levels]
-    lines += [
-        "",
-        "## Planted",
-        "",
-        "Through `python -m harness gate`, one at a time.",
-        "",
-        "| planted | exit code | lines |",
-    ]
-    lines += ["|---|---|---|"]
-    lines += [
-        f"| {p.what} | {p.code} | {'<br>'.join(x.replace('|', '¦') for x in p.regressions) or '—'} |"
-        for p in plants
-    ]
-    return "\n".join(lines) + "\n"
+    return "\n".join(parts) + "\n"
+
+
+def _setting(setting: str, met: Sequence[Mapping[str, Any]]) -> str:
+    two = [sum(r[what] == 2 for r in met) for what in ("threads", "jobs")]
+    environment = " ".join(f"`{n}={v}`" for n, v in SETTINGS[setting].items())
+    different = len({r["signature"] for r in met})
+    cells = (setting, len(met), *two, met[0]["cells"], different, environment)
+    return "| " + " | ".join(map(str, cells)) + " |"
+
+
+def _lines(p: Planted) -> str:
+    return "<br>".join(line.replace("|", "¦") for line in p.regressions) or "—"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=100, help="under each instruction set")
-    parser.add_argument("--simulations", type=int, default=10_000)
+    parser.add_argument("--simulations", type=int, default=1_000)
     parser.add_argument("--state", type=Path, default=ROOT / "reports/latest/gate-study")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
