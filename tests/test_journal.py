@@ -202,6 +202,26 @@ def test_record_of_another_case_device_or_software_runs_again(
     assert ran == [(UNITS[0].case.id, UNITS[0].seed)]
 
 
+def test_resuming_tells_which_records_go_and_which_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "records.jsonl"
+    said: list[str] = []
+    both, one = (
+        plan(load_cases("smoke")[:1], NAMES, ["bf16"]),
+        plan(load_cases("smoke")[:1], NAMES[:1], ["bf16"]),
+    )
+    run(path, both)
+    list(record(path, both, 1, True, said.append))
+    assert said == []
+    list(record(path, one, 1, True, said.append))
+    assert said == [f"of 2 records in {path}, 1 are not of this selection and go"]
+    run(path, both)
+    path.write_bytes(path.read_bytes().split(b"\n")[0] + b"\n{")  # the unit's second record was cut off
+    list(record(path, both, 1, True, said.append))
+    again = "1 are of units that were cut off, or of other code or another machine, and run again"
+    assert said[1:] == [f"of 1 records in {path}, {again}"]
+    assert len(read_records(path)) == 2
+
+
 def test_resuming_a_damaged_file_names_the_line_and_touches_nothing(tmp_path: Path, whole: bytes) -> None:
     path = tmp_path / "records.jsonl"
     lines = whole.split(b"\n")

@@ -20,7 +20,7 @@ by 1/τ², z·s/√(Σ 1/τ²). With one seed alone nothing tells the noise, and
 
 **False alarms.** z = 5, which is 3e-7 a test were s known and the smallest drift 0. s is not, but where it is
 underestimated the smallest drift still stands: redrawing every FP32 rounding (s = 0.5, which is what another library's
-products measured) alarms in none of 10,000 simulated smoke runs (`reports/gate-study.md`).
+products measured) alarms in none of 1,000 simulated smoke runs (`reports/gate-study.md`).
 
 **Floor.** Where nearly all elements are exact, rmse is a few that round the other way, and doubles by chance: no
 statistic of one cell tells that from a fault. Their mean square adds to the rest, hence a rise counts from
