@@ -43,12 +43,12 @@ from harness.quantize import store
 from harness.recipe import get_recipe
 from harness.spec import AttentionSpec, Shape
 from harness.timing.pairs import BUDGET_S, Paired, paired
-from harness.timing.rule import ALPHA, LOOKS, Speed
+from harness.timing.rule import ALPHA, LOOKS, Speed, looks, tail_of
 from harness.timing.sides import Checkout, Problem
 
-TRIALS, PLANTED, CHECKOUTS, EACH = 300, 60, 10, 4
+TRIALS, PLANTED, CHECKOUTS, EACH = 200, 40, 7, 4
 THRESHOLD, MORE = 0.05, 1.1
-SHORT_S = 2.5  # budget of A/A trials, of which there are many; the others have the command's own
+SHORT_S = 5.0  # budget of A/A trials, of which there are many; the others have the command's own
 ROOT = Path(__file__).resolve().parents[1]
 # Rows are whole blocks: torch's flash kernel takes 64 at a time here, and 704 = 1.1 · 640 of them are 11 instead of 10.
 CELLS = {
@@ -142,16 +142,16 @@ def row(what: str, found: list[Paired]) -> list[str]:
     k, n = sum(x.verdict is Speed.SLOWER for x in found), len(found)
     ratios = sorted(x.ratio.median for x in found)
     middle = statistics.median(ratios)
-    rounds = statistics.median(x.rounds for x in found)
+    rounds = f"{statistics.median(x.rounds for x in found):g} ({min(x.rounds for x in found)})"
     took = statistics.median(x.a_s.median for x in found)
     bounds = f"{100 * share(k, n, False):.2g} to {100 * share(k, n, True):.2g} %"
     spread = f"{middle:.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-    return [what, str(n), *counts, bounds, spread, f"{rounds:g}", f"{1e3 * took:.2f}"]
+    return [what, str(n), *counts, bounds, spread, rounds, f"{1e3 * took:.2f}"]
 
 
 HEADERS = [
     "", "trials", "slower", "same", "faster", "undecided", "slower, 95 % interval", "median ratio (least to largest)",
-    "rounds", "ms a call",
+    "rounds (fewest)", "ms a call",
 ]  # fmt: skip
 
 
@@ -168,7 +168,7 @@ def page(rows: list[list[str]], loads: list[float], own: int, how: str, command:
         " copies of one call, in one process, and as `compare --old` does it, in two processes pinned to one core."
         f" Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm; the rule allows"
         f" {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found; *undecided*"
-        " are those that the budget did not let end. Interval: Clopper–Pearson."
+        f" are those that the budget did not let end. Interval: Clopper–Pearson. A trial of fewer than {looks(tail_of(1))[0]} rounds cannot decide anything."
     )
     shown = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
     told, trial = ("\n".join(textwrap.wrap(x, 120, break_on_hyphens=False)) for x in (told, trial))
