@@ -168,7 +168,8 @@ def page(rows: list[list[str]], loads: list[float], own: int, how: str, command:
         " copies of one call, in one process, and as `compare --old` does it, in two processes pinned to one core."
         f" Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm; the rule allows"
         f" {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found; *undecided*"
-        f" are those that the budget did not let end. Interval: Clopper–Pearson. A trial of fewer than {looks(tail_of(1))[0]} rounds cannot decide anything."
+        f" are those that the budget did not let end. Interval: Clopper–Pearson."
+        f" A trial of fewer than {looks(tail_of(1))[0]} rounds cannot decide anything."
     )
     shown = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
     told, trial = ("\n".join(textwrap.wrap(x, 120, break_on_hyphens=False)) for x in (told, trial))
