@@ -15,7 +15,7 @@ _NAMES = ("implementation", "recipe", "rel_l2", "error ÷ expected")
 _NATIVE = (*_NAMES, "median ms", "interval", "TFLOP/s", "GB/s", "of ceiling", "KV bytes/token")
 _EMULATOR = (*_NAMES, "emulator's ms", "interval", "KV bytes/token")
 _LEFT = ("case", "implementation", "recipe", "status", "reason")
-_SHORT = {"error ÷ expected": "error ÷exp.", "KV bytes/token": "KV_B /token"}  # headers in a terminal
+_SHORT = {"error ÷ expected": "error\n÷ exp.", "KV bytes/token": "KV B\n/token"}  # headers in a terminal
 _REASON = 160
 LEGEND = (
     "error ÷ expected: 1 is what is normal for this precision on these inputs (docs/error-model.md). median: of a call"
@@ -29,7 +29,7 @@ LEGEND = (
 
 
 def sig3(value: float) -> str:
-    """Three significant digits, zeros kept; whole numbers from 1000 on, and two digits of what is below a thousandth."""
+    """Three significant digits, zeros kept; whole numbers from 1000 on, two digits of what is below a thousandth."""
     if 999.5 <= abs(value) < 1e15:
         return f"{value:.0f}"
     if 0 < abs(value) < 1e-3:
@@ -42,7 +42,7 @@ def timings_text(timings: Sequence[Timing], context: Context | None = None) -> s
     context = context or Context()
     blocks = ["\n".join(_wrapped(line)) for line in _head(context)]
     for title, headers, rows in _tables(timings, context):
-        short = ["name", *(_SHORT.get(h, h).replace(" ", "\n").replace("_", " ") for h in headers[1:])]
+        short = ["name", *(_SHORT.get(h, h.replace(" ", "\n")) for h in headers[1:])]
         shown = text.table(short, rows, wrap=(0, 1), right=range(2, len(headers)))
         blocks.append("\n".join([*_wrapped(title), shown]))
     if context.not_timed:
