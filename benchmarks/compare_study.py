@@ -46,8 +46,9 @@ from harness.timing.pairs import BUDGET_S, Paired, paired
 from harness.timing.rule import ALPHA, LOOKS, Speed, looks, tail_of
 from harness.timing.sides import Checkout, Problem
 
-TRIALS, PLANTED, CHECKOUTS, EACH = 200, 40, 7, 4
+TRIALS, PLANTED, PATIENT, CHECKOUTS, EACH = 200, 40, 12, 7, 4
 THRESHOLD, MORE = 0.05, 1.1
+PATIENT_S = 60.0  # of some planted ones: what more rounds find where the load is heavy
 SHORT_S = 5.0  # budget of A/A trials, of which there are many; the others have the command's own
 ROOT = Path(__file__).resolve().parents[1]
 # Rows are whole blocks: torch's flash kernel takes 64 at a time here, and 704 = 1.1 · 640 of them are 11 instead of 10.
@@ -86,12 +87,12 @@ def same(i: int) -> list[tuple[str, Paired]]:
     ]
 
 
-def slower(i: int) -> list[tuple[str, Paired]]:
+def slower(i: int, budget_s: float = BUDGET_S) -> list[tuple[str, Paired]]:
     found = []
     for name, shape in CELLS.items():
         more = Shape(shape.batch, shape.heads, round(MORE * shape.q_len), shape.head_dim, kv_len=shape.kv_len)
         found.append(
-            (name, paired(here(name, shape, 2 * i), here(name, more, 2 * i + 1), BUDGET_S, THRESHOLD))
+            (name, paired(here(name, shape, 2 * i), here(name, more, 2 * i + 1), budget_s, THRESHOLD))
         )
     return found
 
@@ -107,7 +108,13 @@ def checkouts(i: int) -> list[tuple[str, Paired]]:
     return found
 
 
-STUDIES = {"A/A": same, "A/A, --old": checkouts, "planted 10 %": slower}
+PATIENTLY = partial(slower, budget_s=PATIENT_S)
+STUDIES = {
+    "A/A": same,
+    "A/A, --old": checkouts,
+    "planted 10 %": slower,
+    "planted 10 %, 60 s": PATIENTLY,
+}
 
 
 def start(cores: Any) -> None:
@@ -164,11 +171,11 @@ def page(rows: list[list[str]], loads: list[float], own: int, how: str, command:
     )
     trial = (
         f"A trial is one comparison with a threshold of {100 * THRESHOLD:g} %, by the rule of `harness/timing/rule.py`;"
-        f" its budget is {SHORT_S:g} s for A/A, and {BUDGET_S:g} s, the command's own, for planted ones. A/A are two"
-        " copies of one call, in one process, and as `compare --old` does it, in two processes pinned to one core."
-        f" Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm; the rule allows"
-        f" {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found; *undecided*"
-        f" are those that the budget did not let end. Interval: Clopper–Pearson."
+        f" its budget is {SHORT_S:g} s for A/A, and {BUDGET_S:g} s, the command's own, for planted ones where the name"
+        " says no other. A/A are two copies of one call, in one process, and as `compare --old` does it, in two processes"
+        f" pinned to one core. Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm; the rule"
+        f" allows {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found;"
+        " *undecided* are those that neither the budget nor the last look ended. Interval: Clopper–Pearson."
         f" A trial of fewer than {looks(tail_of(1))[0]} rounds cannot decide anything."
     )
     shown = tabulate(rows, HEADERS, tablefmt="github", disable_numparse=True)
@@ -191,12 +198,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("compare_study", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--trials", type=int, default=TRIALS, help="A/A ones; the others in proportion")
     parser.add_argument("--load", type=int, default=0, metavar="N", help="processes that compute beside it")
+    parser.add_argument(
+        "--only", choices=STUDIES, metavar="PART", help="one part; writes nothing without --out"
+    )
     parser.add_argument("--out", type=Path)
     given = parser.parse_args(arguments)
     if given.trials < 2:
         parser.error("--trials: at least 2")
     scale, started, loads = given.trials / TRIALS, time.monotonic(), [os.getloadavg()[0]]
-    counts = (given.trials / len(CELLS), CHECKOUTS * scale, PLANTED * scale / len(CELLS))
+    counts = (
+        given.trials / len(CELLS), CHECKOUTS * scale, PLANTED * scale / len(CELLS), PATIENT * scale / len(CELLS),
+    )  # fmt: skip
     spawn, rows, good = multiprocessing.get_context("spawn"), [], True
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
     queue = spawn.Queue()
@@ -204,6 +216,8 @@ def main(arguments: list[str] | None = None) -> int:
         queue.put(core)
     with load(given.load), ProcessPoolExecutor(len(cores), spawn, start, (queue,)) as pool:
         for what, count in zip(STUDIES, counts, strict=True):
+            if given.only not in (None, what):
+                continue
             found: dict[str, list[Paired]] = {}
             jobs = [pool.submit(trial, what, i) for i in range(math.ceil(count))]
             for i, job in enumerate(as_completed(jobs)):
@@ -218,8 +232,11 @@ def main(arguments: list[str] | None = None) -> int:
             good &= alarms <= ALPHA * len(every) if what.startswith("A/A") else alarms == len(every)
             rows.append(row(f"{what}, all", every))
     how = f"trials on {len(cores)} cores at once, one thread each"
-    out = given.out or (ROOT / "reports" / "compare-study.md" if given.trials == TRIALS else None)
-    command = "`python -m benchmarks.compare_study" + f" --load {given.load}" * bool(given.load) + "`"
+    out = given.out or (
+        ROOT / "reports" / "compare-study.md" if given.trials == TRIALS and not given.only else None
+    )
+    command = "`python -m benchmarks.compare_study" + f" --load {given.load}" * bool(given.load)
+    command += f" --only '{given.only}'`" if given.only else "`"
     text = page(rows, loads, given.load, how, command, (time.monotonic() - started) / 60)
     print(text)
     if out is not None:
