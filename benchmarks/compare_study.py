@@ -174,7 +174,7 @@ def page(rows: list[list[str]], loads: list[float], own: int, how: str, command:
         f" its budget is {SHORT_S:g} s for A/A, and {BUDGET_S:g} s, the command's own, for planted ones where the name"
         " says no other. A/A are two copies of one call, in one process, and as `compare --old` does it, in two"
         f" processes pinned to one core. Planted: B has {MORE:g} times the rows of A. *Slower* on A/A is a false alarm;"
-        f" the rule allows {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it is what should be found;"
+        f" the rule allows {100 * ALPHA:g} % of them, over all {LOOKS} looks. On planted trials it should be found;"
         " *undecided* are those that neither the budget nor the last look ended. Interval: Clopper–Pearson."
         f" A trial of fewer than {looks(tail_of(1))[0]} rounds cannot decide anything."
     )
