@@ -33,11 +33,14 @@ from record_factory import (
 from harness.recipe import recipes
 from harness.records import HazardKind, Record, Status
 from harness.report import (
+    Context,
     Report,
+    Timing,
     cases_csv,
     cells_csv,
     hazards_csv,
     latest,
+    read_context,
     read_timings,
     summary,
     timings_markdown,
@@ -655,11 +658,86 @@ def timings_file(folder: Path, content: object) -> Path:
 
 
 def test_throughput_is_flops_over_the_median_beside_error_and_cache(tmp_path: Path) -> None:
-    (timing,) = read_timings(timings_file(tmp_path, {"benchmarks": [benchmark()]}))
+    (timing,) = read_timings(timings_file(tmp_path, {"benchmarks": [benchmark(emulated=False)]}))
     assert timing.tflops == pytest.approx(0.5)
     for shown in (timings_text([timing]), timings_markdown([timing])):
-        for part in ("online", "4.00", "0.500", "1.5e-03", "256", "the emulator's time, not the format's"):
+        for part in ("online", "4.00", "0.500", "1.5e-03", "256"):
             assert part in shown
+
+
+def test_emulated_precision_has_its_emulators_time_and_no_rate(tmp_path: Path) -> None:
+    """It used to stand beside the others with TFLOP/s, which read as the format's speed."""
+    (timing,) = read_timings(timings_file(tmp_path, {"benchmarks": [benchmark(bytes=1e6, format="bf16")]}))
+    assert math.isnan(timing.tflops)
+    assert math.isnan(timing.gbytes)
+    for shown in (timings_text([timing], CONTEXT), timings_markdown([timing], CONTEXT)):
+        before, _, table = shown.partition("the emulator's time, not the format's")
+        assert "online" in table
+        assert "4.00" in table
+        assert "TFLOP/s" not in before
+        assert "0.500" not in shown
+
+
+CONTEXT = Context("cpu: a machine", (1.0, 2.0), {"fp64": 0.5e12, "fp32": 1e12, "bf16": 0.25e12}, 1e9)
+
+
+def test_shares_are_of_the_ceilings_of_the_same_run() -> None:
+    t = Timing("c", "[1]", "i", "fp32", 4.0, 2e9, 1e-3, 256.0, False, 1e6, 1.0, 3.9, 4.2, "fp32")
+    assert CONTEXT.shares(t) == (pytest.approx(0.5), pytest.approx(0.25))  # 0.5 TFLOP/s, 0.25 GB/s
+    # a kernel may widen to FP32, and nothing widens beyond FP64
+    assert CONTEXT.product("bf16") == 1e12
+    assert CONTEXT.product("fp64") == 0.5e12
+    for shown in (timings_text([t], CONTEXT), timings_markdown([t], CONTEXT)):
+        for part in (
+            "50 % ×",
+            "3.90–4.20",
+            "×1.0",
+            "0.250",
+            "fp32 1.00 TFLOP/s",
+            "copying 1.00 GB/s",
+            "cpu: a machine",
+        ):
+            assert part in shown
+    by_copy = replace(t, bytes=4e6)
+    assert "100 % →" in timings_text([by_copy], CONTEXT)
+    assert "of ceiling" in timings_markdown([t])  # and without ceilings a dash
+    assert CONTEXT.product("") != CONTEXT.product("")
+
+
+def test_cells_that_did_not_pass_are_told_with_their_reason(tmp_path: Path) -> None:
+    left = {
+        "case": "c",
+        "shape": "[1]",
+        "implementation": HOSTILE,
+        "recipe": "bf16",
+        "status": "FAIL",
+        "reason": "2 NaN",
+    }
+    stored = {
+        "benchmarks": [benchmark()],
+        "throughput": {"not_timed": [left], "products": {"fp32": 1e12}, "copy": 1e9},
+    }
+    path = timings_file(tmp_path, stored)
+    context, timings = read_context(path), read_timings(path)
+    text, page = timings_text(timings, context), timings_markdown(timings, context)
+    assert "2 NaN" in text
+    assert "FAIL" in page
+    assert "<script" not in page
+    assert max(map(len, text.split("\n"))) <= 100
+
+
+@pytest.mark.parametrize(
+    "said", [[], 1, {"not_timed": [{}]}, {"products": {"fp32": "fast"}}, {"loads": [None]}, {"copy": "x"}]
+)
+def test_a_context_that_is_not_the_sessions_is_a_one_line_error(tmp_path: Path, said: object) -> None:
+    path = timings_file(tmp_path, {"benchmarks": [], "throughput": said})
+    with pytest.raises(ValueError, match=r"throughput\.json.*throughput is not the session's") as error:
+        read_context(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_file_of_plain_benchmarks_has_an_empty_context(tmp_path: Path) -> None:
+    assert read_context(timings_file(tmp_path, {"benchmarks": []})) == Context()
 
 
 def test_real_computation_is_not_called_emulated(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from harness.cost.units import show_rate
 from harness.report import markdown, text, words
 from harness.report.timings import Context, NotTimed, Timing
 
@@ -14,10 +15,12 @@ _NAMES = ("implementation", "recipe", "rel_l2", "error ÷ expected")
 _NATIVE = (*_NAMES, "median ms", "interval", "TFLOP/s", "GB/s", "of ceiling", "KV bytes/token")
 _EMULATOR = (*_NAMES, "emulator's ms", "interval", "KV bytes/token")
 _LEFT = ("case", "implementation", "recipe", "status", "reason")
+_SHORT = {"error ÷ expected": "error\n÷ exp.", "KV bytes/token": "KV B\n/token"}  # headers in a terminal
 _REASON = 160
 LEGEND = (
     "error ÷ expected: 1 is what is normal for this precision on these inputs (docs/error-model.md). median: of a call"
-    " with its inputs in place, caches as the call before left them; interval: 95 %, of the median.",
+    " with its inputs in place, caches as the call before left them; interval: 95 %, of the median: of seven rounds"
+    " that is all they took, and its lower end tells what other work on the machine left of the median.",
     "TFLOP/s: products of visible pairs alone, whatever was computed. GB/s: q, k, v and out once. of ceiling: the"
     " larger of its shares of the product rate (×) and of the copy rate (→) below; a narrow format's product ceiling is"
     " the better of its own products and FP32's, to which a kernel may widen. Above 100 %: inputs lay in a cache.",
@@ -26,7 +29,11 @@ LEGEND = (
 
 
 def sig3(value: float) -> str:
-    """Three significant digits, zeros kept."""
+    """Three significant digits, zeros kept; whole numbers from 1000 on, two digits of what is below a thousandth."""
+    if 999.5 <= abs(value) < 1e15:
+        return f"{value:.0f}"
+    if 0 < abs(value) < 1e-3:
+        return words.short(value)
     return f"{value:#.3g}".rstrip(".") if math.isfinite(value) else words.NONE
 
 
@@ -35,7 +42,7 @@ def timings_text(timings: Sequence[Timing], context: Context | None = None) -> s
     context = context or Context()
     blocks = ["\n".join(_wrapped(line)) for line in _head(context)]
     for title, headers, rows in _tables(timings, context):
-        short = [h.replace(" ", "\n").replace("/token", "/\ntoken") for h in headers]
+        short = ["name", *(_SHORT.get(h, h.replace(" ", "\n")) for h in headers[1:])]
         shown = text.table(short, rows, wrap=(0, 1), right=range(2, len(headers)))
         blocks.append("\n".join([*_wrapped(title), shown]))
     if context.not_timed:
@@ -124,7 +131,7 @@ def _share(products: float, copying: float) -> str:
     if not known:
         return words.NONE
     share, mark = max(known)
-    return f"{100 * share:.2g} % {mark}" if share < 0.995 else f"{100 * share:.0f} % {mark}"
+    return f"{100 * share:.{1 if share < 0.0995 else 0}f} % {mark}"
 
 
 def _kv(t: Timing) -> str:
@@ -142,6 +149,6 @@ def _left(cells: Iterable[NotTimed]) -> list[list[str]]:
 
 
 def _ceilings(context: Context) -> str:
-    rates = ", ".join(f"{words.clean(fmt)} {sig3(rate / 1e9)}" for fmt, rate in context.products.items())
-    copying = f"; copying {sig3(context.copy / 1e9)} GB/s" if math.isfinite(context.copy) else ""
-    return f"Ceilings, measured in the same run: products in GFLOP/s {rates}{copying}"
+    rates = ", ".join(f"{words.clean(f)} {show_rate(rate, 'FLOP/s')}" for f, rate in context.products.items())
+    copying = f"; copying {show_rate(context.copy, 'B/s')}" if math.isfinite(context.copy) else ""
+    return f"Ceilings, measured in the same run: products {rates}{copying}"
