@@ -76,7 +76,7 @@ def reference(
         for kv_head in range(shape.Hkv):
             room.k.copy_(k[b, kv_head])
             room.v.copy_(v[b, kv_head])
-            finite = all_finite(room.v)
+            finite = all_finite(room.v.T)  # as it lies in memory: else aminmax makes a copy
             for h in range(kv_head * shape.group, (kv_head + 1) * shape.group):
                 head = _Head(b, h, q[b, h], room, finite, shape, spec, extras, noted)
                 for block in _row_blocks(shape):

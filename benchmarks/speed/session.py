@@ -16,7 +16,7 @@ from harness.quantize import quantize
 from harness.recipe import TENSORS
 from harness.truth import reference
 
-EVERY = 12  # units of the default run: some 25 of 300
+EVERY = 30  # units of the default run: some 10 of 300
 
 
 def _truths_s(unit: Unit) -> float:
