@@ -143,7 +143,8 @@ def scores(ar: Arithmetic, p: Problem, rows: slice, keys: slice) -> Tensor:
 
 def _hide(p: Problem, s: Tensor, rows: slice, keys: slice) -> Tensor:
     """−∞ where hidden, in place. Where causality alone hides nothing left of the block's corner is touched."""
-    if p.spec.right is None or p.spec.left is not None or p.extras.given not in ((), ("sinks",)):
+    apart = p.extras.rows is not None or p.extras.given not in ((), ("sinks",))
+    if p.spec.right is None or p.spec.left is not None or apart:
         seen = visible(p, rows, keys)
         return s if seen is None else s.masked_fill_(~seen, -math.inf)
     first = rows.start + p.spec.shift(p.shape.q_len, p.shape.S) + p.spec.right + 1 - keys.start
