@@ -41,7 +41,7 @@ from harness.spec import AttentionSpec, rules_in_spec
 from harness.suspects import Setting
 from harness.truth import Truth
 from harness.twins import Twins
-from harness.verdict import Bench, Verdict
+from harness.verdict import YARDSTICK_LIMIT, Bench, Verdict
 
 _LOUD = (HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION)
 ONE_BIT = 2.0  # a recipe that errs by more than this × its floor has lost a bit to its scales
@@ -343,13 +343,16 @@ class Docket:
         return self._promises[form]
 
     def _held(self, form: Form) -> Expectation:
-        """What an implementation is held to. That exp(s) overflows without the max is its own doing and not the
-        recipe's: where its form is promised nothing, it is held to what the recipe can do."""
+        """What an implementation is held to. That exp(s) overflows or vanishes without the max is its own doing and not
+        the recipe's: in rows where its form is promised nothing, or so little that zeros would pass, it is held to what
+        the recipe can do."""
         own = self._expected[form]
         if form.subtract_max:
             return own
         self.expected([WHOLE])
         best, lost = self._expected[WHOLE], torch.isinf(own.ceiling) | torch.isinf(own.variance)
+        size = self.truth.out.square().sum(-1, keepdim=True)
+        lost |= own.variance.sum(-1, keepdim=True) > YARDSTICK_LIMIT**2 * size
         lse_lost = torch.isinf(own.lse_ceiling) | torch.isinf(own.lse_variance)
         return Expectation(
             torch.where(lost, best.variance, own.variance), torch.where(lost, best.ceiling, own.ceiling),

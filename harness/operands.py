@@ -38,14 +38,9 @@ class Extras:
         return tuple(n for n in ("mask", "bias", "sinks", "kv_lens") if getattr(self, n) is not None)
 
     def as_options(self) -> dict[str, Any]:
-        """As keyword arguments."""
-        return {
-            "mask": self.mask,
-            "bias": self.bias,
-            "sinks": self.sinks,
-            "kv_lens": self.kv_lens,
-            "rows": self.rows,
-        }
+        """As keyword arguments; `rows` only where there are any, which few callables take."""
+        options = {"mask": self.mask, "bias": self.bias, "sinks": self.sinks, "kv_lens": self.kv_lens}
+        return options if self.rows is None else {**options, "rows": self.rows}
 
     def row(self, i: int) -> int:
         """The number that row i of q has in the whole call."""

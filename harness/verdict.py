@@ -126,7 +126,7 @@ class Bench:
             else int((torch.isfinite(call.truth.out).all(-1) & torch.isinf(call.variance).any(-1)).sum())
         )
         self.size = _rms(call.truth.out)
-        self.expected = math.sqrt(_mean(call.variance)) if call.variance.numel() else math.nan
+        self.expected = _expected(call.variance)
 
     @property
     def ground(self) -> Ground:
@@ -202,16 +202,18 @@ class Bench:
         if found[TOLD:]:
             reasons.append(f"so it does along {', '.join(x.name for x in found[TOLD:])}")
         reasons += self._lost_key(taken, first, at, tau)
+        # An output of another form than the call's has an expectation of its own.
+        expected = self.expected if variance is self.call.variance else _expected(variance)
         largest = max(along, key=lambda x: abs(x.shift.t), default=None)
         margins = Margins(
             yard.ratio, yard.limit, yard.worst, yard.worst_at, over,
             abs(largest.shift.t) if largest else 0.0, TWIN_LIMIT if largest and largest.shift.few else tau,
-            largest.name if largest else "", self.expected / self.size if self.size else math.nan,
+            largest.name if largest else "", expected / self.size if self.size else math.nan,
             {x.name: x.unseen for x in along},
         )  # fmt: skip
         if reasons:
             return Verdict(Status.FAIL, tuple(reasons), errors, margins, along)
-        doubts = tuple(self._doubts(along))
+        doubts = tuple(self._doubts(along, expected))
         status = Status.INCONCLUSIVE if doubts else Status.PASS
         told = doubts or (
             f"error {yard.ratio:.2f} × what is normal, no fault direction significant{self._looked()}",
@@ -222,7 +224,7 @@ class Bench:
         rows = self.call.rows
         return "" if rows.whole else f" (looked for in {rows.count} of {rows.rows} rows of every head)"
 
-    def _doubts(self, along: Sequence[Along]) -> list[str]:
+    def _doubts(self, along: Sequence[Along], expected: float) -> list[str]:
         """Why these inputs cannot tell right from wrong."""
         doubts = []
         rows = self.rows
@@ -237,9 +239,9 @@ class Bench:
                 f"{self.unjudged} rows were not judged: the recipe promises nothing there (scores too coarse, or they"
                 " overflow, or an accumulator that truncates)"
             )
-        if self.size and self.expected / self.size > YARDSTICK_LIMIT:
+        if self.size and expected / self.size > YARDSTICK_LIMIT:
             doubts.append(
-                f"the recipe's own error is {self.expected / self.size:.0%} of the output; beyond {YARDSTICK_LIMIT:.0%}"
+                f"the recipe's own error is {expected / self.size:.0%} of the output; beyond {YARDSTICK_LIMIT:.0%}"
                 " its yardstick passes anything"
             )
         shrink = next((x.unseen for x in along if x.name == "shrink"), math.nan)
@@ -516,6 +518,10 @@ def over_ceiling(e: Tensor, ceiling: Tensor, number: Callable[[int], int] = int)
     return value, [
         f"error {size:.3g} at b={b} h={h} i={number(i)} c={c} exceeds {most:.3g}, which no correct run does"
     ]
+
+
+def _expected(variance: Tensor) -> float:
+    return math.sqrt(_mean(variance)) if variance.numel() else math.nan
 
 
 def _mean(x: Tensor) -> float:

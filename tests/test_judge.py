@@ -374,3 +374,12 @@ def test_a_budget_without_exact_inputs_is_refused() -> None:
     x = torch.zeros(1, 1, 4, 4)
     with pytest.raises(ValueError, match=r"budget is 0\.1, but the exact inputs were not given"):
         harness.judge(x, x, x, x, budget=0.1)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_e4m3", "fp8_e4m3_unscaled"])
+def test_probabilities_that_all_vanish_for_want_of_the_max_are_no_pass(recipe: str) -> None:
+    (case,) = (c for c in harness.load_cases("negative") if c.id == "negative/depth-20")
+    (found,) = harness.run([case], ["naive_unsafe"], [recipe], seeds=1)
+    assert found.errors is not None
+    assert found.errors.rel_l2 == 1.0  # zeros
+    assert found.status is Status.FAIL

@@ -12,7 +12,7 @@ from harness.faults.casts import cut_p, storage
 from harness.faults.order import blocks, doubled, heads_and_rows, without
 from harness.faults.rules import leak, options, positions, scales, tiles
 from harness.faults.subject import BLOCKS, Fault, Subject
-from harness.faults.sums import arithmetic, merges, rescales
+from harness.faults.sums import arithmetic, merges, nothing, rescales
 
 __all__ = ["BLOCKS", "Fault", "Subject", "cut_p", "doubled", "faults", "leak", "without"]
 
@@ -20,6 +20,7 @@ __all__ = ["BLOCKS", "Fault", "Subject", "cut_p", "doubled", "faults", "leak", "
 def faults(x: Subject) -> Iterator[Fault]:
     """Every fault that this call could have; of equal ones the first is the likelier."""
     for family in (
+        nothing,
         scales,
         positions,
         options,

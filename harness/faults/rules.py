@@ -192,8 +192,6 @@ def options(x: Subject) -> Iterator[Fault]:
             )
         what = "the sink is a key of value 1 and not 0"
         yield "sink with a value", what, partial(_valued_sink, x)
-    what = "the denominator holds one exp(0) too many, as softmax off by one does"
-    yield "off-by-one softmax", what, partial(_one_more, x)
 
 
 def _capped(x: Subject, cap: Callable[[Tensor, float], Tensor]) -> Tensor:
@@ -205,11 +203,6 @@ def _shifted(x: Subject, by: int) -> Tensor:
     mask = x.extras.mask
     assert mask is not None
     return x.run(mask=mask.roll(by, 3))
-
-
-def _one_more(x: Subject) -> Tensor:
-    lse = torch.where(torch.isfinite(x.truth.lse), x.truth.lse, 0.0)[..., None]
-    return x.truth.out * torch.sigmoid(lse)
 
 
 def _valued_sink(x: Subject) -> Tensor:

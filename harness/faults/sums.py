@@ -174,11 +174,16 @@ def _unscaled(x: Subject, size: int, both: bool) -> Tensor:
     return p @ v / l.clamp(min=1e-300)
 
 
+def nothing(x: Subject) -> Iterator[Fault]:
+    yield "all zeros", "the output is zero", lambda: torch.zeros_like(x.truth.out)
+
+
 def arithmetic(x: Subject) -> Iterator[Fault]:
     o, truth = x.truth.out, x.truth
     l = torch.exp(truth.lse - truth.row_max)[..., None]  # noqa: E741
     l = torch.where(torch.isfinite(l), l, 1.0)  # noqa: E741
-    yield "all zeros", "the output is zero", lambda: torch.zeros_like(o)
+    what = "the denominator holds one exp(0) too many, as softmax off by one does"
+    yield "off-by-one softmax", what, partial(_one_more, x)
     yield "not normalised", "the sum over keys is not divided by the denominator", lambda: o * l
     yield "normalised twice", "the sum over keys is divided by the denominator twice", lambda: o / l
     yield "mean of V", "the output is the mean of the visible values", lambda: _mean(x)
@@ -186,6 +191,11 @@ def arithmetic(x: Subject) -> Iterator[Fault]:
     yield "sign of the output", "the output has the other sign", lambda: -o
     yield "hard max", "the output is the value of the largest score", lambda: _hard_max(x)
     yield "copy of V", "row i is value i", lambda: _value_rows(x)
+
+
+def _one_more(x: Subject) -> Tensor:
+    lse = torch.where(torch.isfinite(x.truth.lse), x.truth.lse, 0.0)[..., None]
+    return x.truth.out * torch.sigmoid(lse)
 
 
 def _mean(x: Subject) -> Tensor:
