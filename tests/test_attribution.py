@@ -125,7 +125,8 @@ def test_a_limited_accumulator_counts_as_accumulation() -> None:
     found = attribute(case, "naive_masked", Recipe("short", storage=stored, accumulator=Accumulator(bits=5)))
     assert found.best == ACCUMULATION
     assert stage(found, ACCUMULATION).format == "5bits/32"
-    assert [stage(found, t).alone_share for t in TENSORS] == [0.0] * 3
+    # Nothing but what FP64 itself errs by, 2^-53 of each of some 2^6 sums, next to errors of 2^-6: in square 2^-82.
+    assert max(stage(found, t).alone_share for t in TENSORS) < 2.0**-80
     # FP32's own roundings are 2^-18 of those at 5 bits: in square 2^-36, and twice their root where they cross.
     assert found.sum_of_shares == pytest.approx(1.0, abs=2.0**-16)
 
