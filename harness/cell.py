@@ -195,6 +195,7 @@ def _record(
         "status": judged.status, "reasons": judged.reasons, "margins": judged.margins, "diagnosis": judged.diagnosis,
         "precision": judged.precision, "precision_reasons": judged.precision_reasons, "floor": judged.floor,
         "output_hash": hash_of(outcome.result.out),
+        "head_rel_l2": _by_head(case, outcome.result.out, problem.truth.out),
     }  # fmt: skip
     nothing = {
         "errors": None, "total_errors": None, "lse_errors": None, "status": outcome.status, "reasons": outcome.reasons,
@@ -212,3 +213,11 @@ def _record(
         ran=getattr(outcome.result, "ran", None),
         **(verdict or nothing),
     )  # fmt: skip
+
+
+def _by_head(case: Case, out: torch.Tensor, exact: torch.Tensor) -> tuple[float, ...]:
+    """Total rel_l2 of each head: NaN where it is not finite, or the truth is 0."""
+    if case.draw.kind != "file":
+        return ()
+    apart, size = ((x * x).sum((0, 2, 3)) for x in (out.double() - exact, exact))
+    return tuple(float(f"{x:.4g}") for x in (apart / size).sqrt().tolist())

@@ -20,7 +20,7 @@ from typing import Any
 from harness.collector import no_collection
 from harness.files import write_atomically
 
-SCHEMA = "1.2"
+SCHEMA = "1.3"
 
 
 class Status(enum.Enum):
@@ -264,7 +264,9 @@ class Record:
     the stored truth's log-sum-exp; they are None where there is no output. `kv_bytes_per_token` counts codes and scales
     of K and V of all kv heads of the case. `flops` is the mathematics' count for the visible pairs, `computed_flops`
     what the implementation's products took. `data` holds facts about the inputs, from FP64. `source`: the built-in case
-    file or the path the case came from; `case_digest`: `Case.digest`. `ran`: of black boxes, since schema 1.2."""
+    file or the path the case came from; `case_digest`: `Case.digest`. `ran`: of black boxes, since schema 1.2.
+    `head_rel_l2`: total rel_l2 of each head, over sequences, for captured activations (drawn heads are alike), since
+    schema 1.3."""
 
     case: str
     group: str
@@ -302,6 +304,7 @@ class Record:
     precision_reasons: tuple[str, ...] = ()
     floor: float = math.nan
     ran: Ran | None = None
+    head_rel_l2: tuple[float, ...] = ()
     schema: str = SCHEMA
 
     @property

@@ -16,6 +16,7 @@ import harness
 from harness import cell, pipeline, registry
 from harness.attention.algorithm import Algorithm
 from harness.case import Case, Draw
+from harness.inputs import make_inputs
 from harness.journal import workers
 from harness.recipe import DEFAULT_RECIPES
 from harness.records import Record, Status, to_json
@@ -331,3 +332,17 @@ def test_inputs_that_cannot_be_made_say_of_which_case() -> None:
     with pytest.raises(ValueError, match=r"made/full draws 'nope'; allowed: normal") as caught:
         harness.run([case], ["naive_masked"], ["fp32"])
     assert caught.value.__notes__ == ["in case made/full"]
+
+
+def test_errors_by_head_are_those_of_the_whole_on_captured_activations() -> None:
+    (case,) = (c for c in harness.load_cases("real") if c.id == "real/smollm2-layer00")
+    (found,) = harness.run([case], ["naive_masked"], ["bf16"], seeds=1)
+    q, k, v = make_inputs(case, 0).tensors
+    size = harness.reference(q, k, v, case.spec).out.square().sum((0, 2, 3))
+    assert found.total_errors is not None
+    heads = torch.tensor(found.head_rel_l2, dtype=torch.float64)
+    assert heads.shape == (9,)
+    whole = float(((heads**2 * size).sum() / size.sum()).sqrt())
+    assert whole == pytest.approx(found.total_errors.rel_l2, rel=5e-4)  # each is kept to 4 digits
+    (drawn,) = harness.run([harness.load_cases("smoke")[0]], ["naive_masked"], ["bf16"], seeds=1)
+    assert drawn.head_rel_l2 == ()

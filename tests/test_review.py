@@ -460,3 +460,26 @@ def test_the_template_and_what_it_includes_travel_in_the_package(tmp_path: Path)
     }  # fmt: skip
     write_review(records(), reviewed(records()), [], asked(), tmp_path)
     assert {p.name for p in tmp_path.iterdir()} == {"review.md", "review.html"}
+
+
+def test_errors_by_head_are_told_with_the_largest_marked():
+    heads = (1e-3, 4e-3, 2e-3)
+    cells = [replace(r, head_rel_l2=heads) if r.group == "real" else r for r in records()]
+    text = to_markdown(document(material(cells)))
+    line = next(x for x in text.splitlines() if "4.0e-3 ▲" in x and "real/layer0" in x and "| bf16" in x)
+    assert [x.strip() for x in line.split("|")[3:6]] == ["1.0e-3", "4.0e-3 ▲", "2.0e-3"]
+
+
+def test_records_without_errors_by_head_say_how_to_get_them():
+    assert "hold no error by head" in to_markdown(document(material()))
+
+
+def test_an_error_of_a_quarter_of_the_output_breaks_a_recipe_whatever_its_floor():
+    big = errors(rel_l2=0.6)
+    cells = [
+        replace(r, total_errors=big, errors=errors(rel_l2=1e-3)) if r.group == "magnitude" else r
+        for r in records()
+    ]
+    text = to_markdown(document(material(cells)))
+    assert "6.0e-1 BREAKS" in text
+    assert "the error is 60% of the output" in text

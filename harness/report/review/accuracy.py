@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from harness.records import Record, Status
 from harness.report import words
@@ -24,8 +25,7 @@ def real(m: Material) -> Section:
     told = (
         "A case is one layer. Total error is against the exact truth: what the precision costs. Kernel error is against"
         " the stored truth: what the implementation did beside it; ×: that error ÷ what is normal for the recipe."
-        " Pooled over the implementations that did not fail and over seeds, by mean square. Records hold one figure for"
-        " all heads of a layer, and the head of the largest single error."
+        " Pooled over the implementations that did not fail and over seeds, by mean square."
     )
     if not m.real:
         nothing = f"No case of real activations ({', '.join(m.asked.real)}) is in these records."
@@ -36,7 +36,7 @@ def real(m: Material) -> Section:
     )  # fmt: skip
     rows = [row for case in m.real for recipe in m.asked.recipes if (row := _real_row(m, case, recipe))]
     shown = table("Accuracy on real activations, by layer and recipe", headers, rows, right=(2, 3, 4, 5))
-    return Section("real", "Accuracy on real activations", (Paragraph(told), shown, *_reasons(m)))
+    return Section("real", "Accuracy on real activations", (Paragraph(told), shown, *_heads(m), *_reasons(m)))
 
 
 def _real_row(m: Material, case: str, recipe: str) -> list[Value | str] | None:
@@ -58,6 +58,37 @@ def _real_row(m: Material, case: str, recipe: str) -> list[Value | str] | None:
     ]  # fmt: skip
 
 
+def _heads(m: Material) -> Sequence[Block]:
+    """Total error head by head, for recipes and layers whose records hold it."""
+    found = {
+        (case, recipe): heads
+        for case in m.real
+        for recipe in m.asked.recipes
+        if (heads := m.heads(case, recipe))
+    }
+    if not found:
+        return (
+            Paragraph(
+                "These records hold no error by head (records do since schema 1.3): run the cases again."
+            ),
+        )
+    count = max(map(len, found.values()))
+    rows: list[list[Value | str]] = []
+    for (case, recipe), heads in found.items():
+        finite = [x for x in heads if math.isfinite(x)]
+        most = max(finite, default=math.nan)
+        cells = [_head(figures.error(x), x == most and len(finite) > 1) for x in heads]
+        rows.append([case, recipe, *cells, *[""] * (count - len(heads))])
+    headers = ("layer", "recipe", *(f"h{n}" for n in range(count)))
+    return (
+        table("Total rel_l2 by layer and head (▲: the largest)", headers, rows, right=range(2, count + 2)),
+    )
+
+
+def _head(value: Value, largest: bool) -> Value:
+    return replace(value, text=f"{value.text} ▲", tone="fair") if largest else value
+
+
 def _largest(r: Record) -> float:
     return (
         -math.inf if r.total_errors is None or math.isnan(r.total_errors.max_abs) else r.total_errors.max_abs
@@ -75,7 +106,10 @@ def hard(m: Material) -> Section:
     blocks: list[Block] = []
     if found is not None:
         what = "a group of cases, by its worst" if found.grouped else "a case"
-        told = f"Kernel error ÷ what is normal for the recipe: 1 is as accurate as it allows. A row is {what}. {KEY}"
+        told = (
+            "All cases, real ones too. Kernel error ÷ what is normal for the recipe: 1 is as accurate as it allows."
+            f" A row is {what}. {KEY}"
+        )
         shown = _grid_table(found)
         blocks.append(Chart("heatmap", "Implementation × case", told, lambda: charts.heat_map(found), shown))
     blocks += _precision(m)

@@ -9,7 +9,7 @@ from harness.report import words
 from harness.report.review import charts, figures
 from harness.report.review.blocks import Block, Chart, Paragraph, Section, Table, Value, table
 from harness.report.review.material import Material
-from harness.report.review.series import FEWEST, Ladder, Step, Sweep, ladder, sweeps
+from harness.report.review.series import FEWEST, USELESS, Ladder, Step, Sweep, ladder, sweeps
 
 _REASON = 200  # characters
 
@@ -53,8 +53,8 @@ def amplitude(m: Material) -> Section:
         )
     told = (
         "Scores grow from left to right; a cell is the total rel_l2 of implementations that did not fail. BREAKS:"
-        " precision FAIL with every implementation; ?: so coarse that nothing can be expected. An implementation"
-        " that breaks earlier by its own doing is seen in the heat map."
+        f" precision FAIL with every implementation, or an error beyond {USELESS:.0%} of the output; ?: so coarse that"
+        " nothing can be expected. An implementation that breaks earlier by its own doing is seen in the heat map."
     )
     chart = Chart(
         "ladder", title, told, lambda: charts.ladder(found, m.asked.recipes), _ladder_table(m, found)

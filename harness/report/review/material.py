@@ -15,7 +15,7 @@ from harness.cost.settings import Settings
 from harness.deviations import Review
 from harness.evidence import Attribution, Evidence, Quality
 from harness.recipe import Recipe
-from harness.records import Record, Status
+from harness.records import Record, Status, pooled_rms
 from harness.report.model import Pooled, pool, pool_ratio
 from harness.report.precision import CaseRecipe, Precision, precisions
 from harness.report.tables import latest
@@ -129,6 +129,13 @@ class Material:
     def kernel(self, cases: Iterable[str], recipe: str) -> Pooled:
         """The same against the stored truth."""
         return pool(r.errors for case in cases for r in self.sound(case, recipe))
+
+    def heads(self, case: str, recipe: str) -> tuple[float, ...]:
+        """Total rel_l2 of each head, pooled over sound implementations and seeds; empty where records hold none."""
+        found = [r.head_rel_l2 for r in self.sound(case, recipe) if r.head_rel_l2]
+        if len({len(x) for x in found}) != 1:
+            return ()
+        return tuple(pooled_rms(x) for x in zip(*found, strict=True))
 
     def ratio(self, cases: Iterable[str], recipe: str) -> float:
         return pool_ratio([r for case in cases for r in self.sound(case, recipe)])

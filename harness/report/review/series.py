@@ -13,6 +13,7 @@ from harness.report.review.material import FAILING, Material
 
 LADDER = "magnitude"
 GRID_ROWS = 40  # of a heat map that can be read
+USELESS = 0.25  # of the output: beyond it the judge says INCONCLUSIVE, since zeros would pass
 FEWEST = 3  # lengths that make a sweep
 
 
@@ -161,6 +162,9 @@ def ladder(m: Material) -> Ladder | None:
 
 def _step(m: Material, case: str, recipe: str, records: list[Record]) -> Step:
     total = m.total([case], recipe)
-    status = m.precise[case, recipe].status
+    status: Status | None = m.precise[case, recipe].status
     reason = next((x for r in records for x in r.precision_reasons), "")
+    if total.rel_l2 > USELESS:
+        reason = reason or f"the error is {total.rel_l2:.0%} of the output, as much with ideal scales"
+        status = Status.FAIL
     return Step(total.rel_l2, status, bool(total.left_out), reason)
