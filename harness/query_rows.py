@@ -121,7 +121,8 @@ def name_rows(index: Any, of: int) -> Rows:
         x = torch.empty(0)
     if x.dim() != 1 or x.numel() == 0 or x.dtype.is_floating_point or x.dtype is torch.bool:
         raise ValueError(
-            f"rows is {type(index).__name__}; allowed: a number ≥ {LEAST}, a list of row numbers, harness.Rows"
+            f"rows is {index!r:.80}; allowed: a number ≥ {LEAST}, a list of row numbers (integers, at least one),"
+            " harness.Rows"
         )
     return Rows(x.to("cpu", torch.int64), of)
 
@@ -142,8 +143,8 @@ def choose_rows(
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < LEAST:
         raise ValueError(f"rows is {rows!r}; allowed: an integer ≥ {LEAST}")
-    if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-        raise ValueError(f"seed is {seed!r}; allowed: an integer ≥ 0")
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed!r:.80}; allowed: an integer ≥ 0 and < 2**63")
     length = q.shape[2]
     if rows >= length:
         return Rows(torch.arange(length), length, seed, (length, 0, 0, 0), (length, length))

@@ -519,3 +519,18 @@ def test_a_reader_that_stops_early_ends_the_command_quietly(tmp_path: Path) -> N
     command.stdout.close()  # before anything is written
     assert command.communicate()[1] == b""
     assert command.returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["run", "--kernel", "/tmp:f"], "kernel is '/tmp:f'; allowed: path/to/file.py:function"),
+        (["report", "--throughput", "missing.json"], "missing.json"),
+    ],
+    ids=["folder", "file"],
+)
+def test_a_path_that_cannot_be_used_is_named_first(call: Call, arguments: list[str], told: str) -> None:
+    done = call(*arguments)
+    assert done.code == 2
+    assert done.err.startswith(f"error: {told}")
+    assert "Errno" not in done.err

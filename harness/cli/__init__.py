@@ -29,11 +29,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the flush at exit meets no pipe
         code = FAILURE
     except (ValueError, OSError) as error:
-        code = _say(str(error), *getattr(error, "__notes__", ()), code=USAGE)
+        code = _say(_told(error), *getattr(error, "__notes__", ()), code=USAGE)
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted; what a run recorded is whole: `run --resume` goes on", err=True)
         code = INTERRUPTED
     sys.exit(code or 0)
+
+
+def _told(error: ValueError | OSError) -> str:
+    if not isinstance(error, OSError) or error.filename is None or error.strerror is None:
+        return str(error)
+    return f"{error.filename}: {error.strerror}; give a path that can be read or written there"
 
 
 def _say(message: str, *notes: str, code: int) -> int:

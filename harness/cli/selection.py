@@ -142,11 +142,12 @@ def _kernels(kernels: tuple[str, ...], layout: str | None) -> tuple[str, ...]:
     """Kernels as names of implementations."""
     for name in kernels:
         place, _, function = name.partition("@")[0].rpartition(":")
-        if not place or not function:
+        file = place.endswith(".py")
+        if not place or not function or (not file and ("/" in place or "\\" in place)):
             raise ValueError(
                 f"kernel is {name!r}; allowed: path/to/file.py:function or package.module:function"
             )
-        if place.endswith(".py") and not Path(place).is_file():
+        if file and not Path(place).is_file():
             raise ValueError(f"{place} does not exist; give the path of the file that {function} is in")
     if layout is None:
         return kernels
