@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 K = TypeVar("K")
 V = TypeVar("V")
@@ -19,6 +19,10 @@ class FrozenMap(Mapping[K, V]):
 
     def __getitem__(self, key: K) -> V:
         return self._items[key]
+
+    def get(self, key: K, default: Any = None) -> Any:
+        """As a `dict`'s own: `Mapping`'s raises and catches for each key that is absent."""
+        return self._items.get(key, default)
 
     def __iter__(self) -> Iterator[K]:
         return iter(self._items)

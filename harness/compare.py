@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from harness.finite import all_finite
+from harness.finite import all_finite, argmax
 from harness.records import Errors
 from harness.rounding import ulp
 
@@ -63,7 +63,7 @@ def _figures(
     in_ulps = (delta / ulp(t, fmt)).reshape(-1)
     ulps = in_ulps.abs() if finite is None else in_ulps[finite.reshape(-1)].abs()
     rank = math.ceil(0.99 * count)
-    worst = int(size[0].argmax())
+    worst = argmax(size[0])
     (gross, gross_truth), largest = size.sum(1).tolist(), float(size[0, worst])
     return {
         "max_abs": largest,

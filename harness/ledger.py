@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from harness.arithmetic import Block
+from harness.finite import argmax
 from harness.formats import FloatFormat, get_format
 from harness.recipe import LAYER_STAGES, STAGES, Recipe
 from harness.records import Hazard, HazardKind
@@ -38,6 +39,11 @@ def beyond(fmt: FloatFormat, magnitude: Tensor) -> Tensor:
     """Where rounding leaves the finite range: past the midpoint, or on it where its tie does not go to max."""
     limit = fmt.overflow_threshold
     return magnitude > limit if fmt.nan_at_top else magnitude >= limit
+
+
+def _extremes(x: Tensor) -> tuple[float, float]:
+    low, high = torch.aminmax(x)
+    return low.item(), high.item()
 
 
 @dataclass
@@ -77,7 +83,7 @@ class RangeLedger:
             return
         seen = self._stage(stage)
         seen.total += after.numel()
-        low, high = (x.item() for x in torch.aminmax(after))
+        low, high = _extremes(after)
         if math.isnan(low):  # aminmax gives NaN as soon as one element is
             nan = torch.isnan(after)
             seen.undefined += int(nan.sum())
@@ -90,7 +96,7 @@ class RangeLedger:
                 seen.overflowed_at = self._place(infinite, stage, block)
             seen.overflowed += int(infinite.sum())
         if after is not before:
-            low, high = (x.item() for x in torch.aminmax(before))
+            low, high = _extremes(before)
             self._cast(seen, stage, before, after, max(-low, high))
         self._peak(seen, stage, max(-low, high), before, block)
 
@@ -134,7 +140,7 @@ class RangeLedger:
         where a stage has one value a row."""
         if hit.dim() != 4 or not bool(hit.any()):
             return None
-        flat = int(hit.flatten().int().argmax())
+        flat = argmax(hit)
         flat, column = divmod(flat, hit.shape[3])
         flat, row = divmod(flat, hit.shape[2])
         b, kv_head = divmod(flat, hit.shape[1])

@@ -132,11 +132,11 @@ def _inspected(bias: Any, scores: Any, mask: Any) -> tuple[Tensor, Tensor]:
     s = torch.zeros((), device=bias.device) if scores is None else scores.detach()
     seen = torch.ones((), dtype=torch.bool, device=bias.device) if mask is None else mask
     try:
-        shape = torch.broadcast_shapes(bias.shape, s.shape, seen.shape)  # type: ignore[no-untyped-call]
+        # Not torch.broadcast_shapes: it loads sympy, half a second once.
+        b, s, seen = torch.broadcast_tensors(bias.detach().double(), s.double(), seen)  # type: ignore[no-untyped-call]
     except RuntimeError:
         given = ", ".join(f"{n} {tuple(x.shape)}" for n, x in (("bias", bias), ("scores", s), ("mask", seen)))
         raise ValueError(f"shapes are {given}; allowed: ones that broadcast together") from None
-    b, s, seen = (x.expand(shape) for x in (bias.detach().double(), s.double(), seen))
     hidden = ~seen | ((s == -math.inf) & torch.isfinite(b))
     return b.masked_fill(hidden, -math.inf), s.masked_fill(~seen, 0.0)
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from harness.finite import argmax
+
 COUNTED_PAIRS = 2**20  # of a head, about: its histograms need no more
 _OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
 
@@ -36,7 +38,7 @@ class Peak:
         """`top`: the largest magnitude of `values` `[rows, keys]`, NaN passed over; both are `unit` times what is
         noted."""
         if top / unit > self.value:
-            i, j = divmod(int((values.abs() == top).flatten().to(torch.uint8).argmax()), values.shape[-1])
+            i, j = divmod(argmax(values.abs() == top), values.shape[-1])
             self.value, self.where = top / unit, (at.b, at.h, at.row + i, at.key + j)
 
 

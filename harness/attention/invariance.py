@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from harness.finite import argmax
 from harness.records import Relation
 from harness.result import Result
 from harness.rounding import ulp
@@ -32,7 +33,7 @@ def invariance(a: Result | Tensor, b: Result | Tensor, fmt: str, name: str = "")
     finite = torch.isfinite(x) & torch.isfinite(y)
     apart = (x - y).abs() / ulp(torch.maximum(x.abs(), y.abs()), fmt)
     apart = torch.where(finite, apart, math.inf).masked_fill(~differs, 0.0)
-    index = int(apart.argmax())
+    index = argmax(apart)
     worst = tuple(int(i) for i in np.unravel_index(index, tuple(x.shape)))
     delta, norm = (float(torch.where(finite, a, 0.0).norm()) for a in (x - y, y))
     distance = delta / norm if norm else math.inf if delta else 0.0
