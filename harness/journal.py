@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
@@ -159,9 +162,25 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
         pool.shutdown()
 
 
+_KEPT_BYTES = 2**28  # of freed memory: more than a unit of the built-in cases holds at a time
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
+
+
 def _start_worker() -> None:
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what torch made on loading lives on: no pass need walk through it again
+    _keep_memory()
     threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _keep_memory() -> None:
+    """Freed memory stays with the process. As glibc is set, each tensor of more than 128 KiB is fetched from the system
+    anew and given back, at the price of a page fault a page. Elsewhere nothing is done."""
+    mallopt = None if sys.platform != "linux" else getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 2**25)  # its largest
+        mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
 
 
 def _end_with_parent() -> None:
