@@ -14,6 +14,7 @@ from harness.case import Case
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
 from harness.error_model import Expectation, Form, expectations, form_of
+from harness.facts import facts, hash_of
 from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
@@ -29,7 +30,7 @@ from harness.records import Hazard, HazardKind, MaskRow, Record
 from harness.row_cell import run_rows
 from harness.truth import Truth, reference
 from harness.twins import FIRST
-from harness.unit import Unit, facts, hash_of, is_emulated
+from harness.unit import Unit, is_emulated
 
 __all__ = ["Unit", "is_emulated", "run_unit"]
 

@@ -1,4 +1,8 @@
-"""A run kept on disk as it goes: whole lines appended, a killed run resumed, cells run in parallel."""
+"""A run kept on disk as it goes: whole lines appended, a killed run resumed, cells run in parallel.
+
+torch takes seconds to load, so each function here that computes imports what it needs: a run in several processes
+loads it in these alone.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +17,10 @@ from contextlib import AbstractContextManager, contextmanager
 from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
-import torch
-
-from harness.cell import Unit, run_unit
 from harness.cluster import cluster
 from harness.interrupts import interrupts_held
-from harness.machine import machine
-from harness.pipeline import run_units
-from harness.records import Record, read_records, to_json, write_records
+from harness.records import Machine, Record, read_records, to_json, write_records
+from harness.unit import Unit
 
 
 def record(
@@ -81,25 +81,39 @@ def _results(units: Sequence[Unit], pool: Executor | None) -> Iterator[tuple[Uni
     """`run_units`, but nothing is cancelled on the way out: a pool that loses its processes while it holds cancelled
     futures prints a traceback (Python 3.11)."""
     if pool is None:
+        from harness.pipeline import run_units
+
         yield from run_units(units)
         return
+    if isinstance(pool, ProcessPoolExecutor):
+        run_unit = _run_unit
+    else:
+        from harness.cell import run_unit
     futures = [pool.submit(run_unit, unit) for unit in units]
     for unit, future in zip(units, futures, strict=True):
         yield unit, future.result()
+
+
+def _run_unit(unit: Unit) -> list[Record]:
+    from harness.cell import run_unit
+
+    return run_unit(unit)
 
 
 def _kept(path: Path, units: Sequence[Unit]) -> tuple[dict[tuple[str, int], list[Record]], str]:
     """Records of the units that `path` holds completely, and a line on those that go, if any do."""
     if not path.exists():
         return {}, ""
+    from harness.machine import machine
+
     by_unit: dict[tuple[str, int], dict[tuple[str, str, str, int], Record]] = {}
     for r in read_records(path):
         by_unit.setdefault((r.case, r.seed), {})[r.key] = r
     kept = {}
     for unit in units:
         found = by_unit.get((unit.case.id, unit.seed), {})
-        wanted = unit.keys
-        if wanted <= found.keys() and all(_belongs(found[key], unit) for key in wanted):
+        wanted, here = unit.keys, machine(unit.device)
+        if wanted <= found.keys() and all(_belongs(found[key], unit, here) for key in wanted):
             kept[unit.case.id, unit.seed] = [r for key, r in found.items() if key in wanted]
     return kept, _dropped(path, by_unit.values(), units, sum(map(len, kept.values())))
 
@@ -118,10 +132,10 @@ def _dropped(
     return f"of {len(keys)} records in {path}, {told}" if told else ""
 
 
-def _belongs(r: Record, unit: Unit) -> bool:
+def _belongs(r: Record, unit: Unit, here: Machine) -> bool:
     """Whether a record is what running its cell here would give, as far as it can tell: the same recipe, case, device
     and software. It cannot tell a changed implementation from an unchanged one."""
-    here, there = machine(unit.device), r.machine
+    there = r.machine
     digests = {recipe.name: recipe.digest for recipe in unit.recipes}
     return (
         r.recipe_digest == digests[r.recipe]
@@ -138,6 +152,9 @@ def workers(jobs: int) -> Iterator[ProcessPoolExecutor | None]:
     """`jobs` processes of one thread each; None for one job, which then runs here, on one thread as well: the number
     of threads can change the order of a sum, and results must not depend on `jobs`."""
     if jobs == 1:
+        with interrupts_held():  # what torch imports has swallowed an interrupt
+            import torch
+
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
@@ -167,6 +184,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h of glibc
 
 
 def _start_worker() -> None:
+    import torch
+
     torch.set_num_threads(1)
     gc.collect()
     gc.freeze()  # what torch made on loading lives on: no pass need walk through it again

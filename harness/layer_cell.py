@@ -21,6 +21,7 @@ from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
 from harness.error_model import WHOLE, Form, form_of
 from harness.error_model.layer import LayerExpectation, layer_expectations
+from harness.facts import facts, hash_of
 from harness.hazards import RangeLedger, predict, storage_hazards
 from harness.judging import ONE_BIT, ideal_recipe, ruinous
 from harness.layer_inputs import hash_layer, make_layer
@@ -32,7 +33,7 @@ from harness.optional import MissingExtra
 from harness.recipe import Recipe
 from harness.records import Record, Relation, Status
 from harness.spec import LayerSpec, Shape
-from harness.unit import Unit, facts, hash_of, is_emulated
+from harness.unit import Unit, is_emulated
 
 
 @dataclass(frozen=True)

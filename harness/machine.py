@@ -38,7 +38,7 @@ def _machine(device: str) -> Machine:
         threads=0,
         system=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
-        torch=torch.__version__,
+        torch=str(torch.__version__),  # a class of its own, which only torch can unpickle
         numpy=np.__version__,
         harness=own,
         commit=_commit(),

@@ -10,43 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from harness import registry
 from harness.case import Case, load_cases
 from harness.cell import Unit, run_unit
 from harness.devices import use_device
-from harness.recipe import DEFAULT_RECIPES, Recipe, get_recipe
+from harness.recipe import Recipe
 from harness.records import Record
+from harness.unit import plan
 
-
-def plan(
-    cases: Iterable[Case], implementations: str | Sequence[str] | None = None,
-    recipes: str | Recipe | Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
-) -> list[Unit]:  # fmt: skip
-    """The units of a run, in order. Cases whose inputs do not depend on the seed run once.
-
-    Raises ValueError for an unknown name, a recipe name used twice, or fewer than one seed.
-    """
-    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
-        raise ValueError(f"seeds is {seeds!r}; allowed: an integer ≥ 1")
-    implementations = (implementations,) if isinstance(implementations, str) else implementations
-    recipes = (recipes,) if isinstance(recipes, (str, Recipe)) else recipes
-    names = None if implementations is None else tuple(dict.fromkeys(implementations))
-    for name in names or ():
-        registry.entry(name)
-    chosen = tuple(dict.fromkeys(get_recipe(r) for r in (DEFAULT_RECIPES if recipes is None else recipes)))
-    if len({r.name for r in chosen}) < len(chosen):
-        raise ValueError("two recipes share one name; give each its own, since records are keyed by it")
-    return [
-        Unit(
-            case,
-            seed,
-            registry.default_implementations(case.group) if names is None else names,
-            tuple(r for r in chosen if recipes is not None or case.chooses(r.name)),
-            device,
-        )
-        for case in cases
-        for seed in range(case.draws(seeds))
-    ]
+__all__ = ["Unit", "plan", "run", "run_units"]
 
 
 def run(

@@ -21,6 +21,7 @@ from harness.by_head import parts_of, store_narrow, truth_by_head
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
 from harness.error_model import form_of
+from harness.facts import facts, hash_of
 from harness.inputs import Inputs, make_inputs
 from harness.judging import Docket, Judgement, store_rows, taken
 from harness.machine import machine
@@ -32,7 +33,7 @@ from harness.records import Record, Status
 from harness.result import Breach, Refusal, Result
 from harness.sample import Sample
 from harness.truth import Truth
-from harness.unit import Unit, facts, hash_of, is_emulated
+from harness.unit import Unit, is_emulated
 
 Three = tuple[Stored, Stored, Stored]
 

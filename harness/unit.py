@@ -1,18 +1,13 @@
-"""The unit of a run, and what its records share whether they are of attention or of a layer."""
+"""The unit of a run, and the units of a selection. Nothing here loads torch."""
 
 from __future__ import annotations
 
-import hashlib
-import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-
-import torch
 
 from harness import registry
 from harness.case import Case
-from harness.recipe import Recipe
-from harness.spec import Shape
-from harness.truth import Truth
+from harness.recipe import DEFAULT_RECIPES, Recipe, get_recipe
 
 
 @dataclass(frozen=True)
@@ -35,26 +30,38 @@ class Unit:
         return {(self.case.id, i, r.name, self.seed) for i in self.implementations for r in self.recipes}
 
 
-def facts(truth: Truth, shape: Shape) -> dict[str, float]:
-    """What the exact inputs are like: Var(q·k)/D, the largest |score|, the mean over rows of the top probability."""
-    ranges = truth.ranges
-    assert ranges is not None
-    top = torch.exp(truth.row_max - truth.lse)[torch.isfinite(truth.lse)]
-    return {
-        "var_qk_per_dim": ranges.raw_square / ranges.pairs / shape.head_dim
-        if ranges.pairs and shape.head_dim
-        else math.nan,
-        "score_peak": ranges.score.value,
-        "mean_top_prob": float(top.mean()) if top.numel() else math.nan,
-    }
+def plan(
+    cases: Iterable[Case], implementations: str | Sequence[str] | None = None,
+    recipes: str | Recipe | Sequence[str | Recipe] | None = None, device: str = "cpu", seeds: int = 3,
+) -> list[Unit]:  # fmt: skip
+    """The units of a run, in order. Cases whose inputs do not depend on the seed run once.
+
+    Raises ValueError for an unknown name, a recipe name used twice, or fewer than one seed.
+    """
+    if isinstance(seeds, bool) or not isinstance(seeds, int) or seeds < 1:
+        raise ValueError(f"seeds is {seeds!r}; allowed: an integer ≥ 1")
+    implementations = (implementations,) if isinstance(implementations, str) else implementations
+    recipes = (recipes,) if isinstance(recipes, (str, Recipe)) else recipes
+    names = None if implementations is None else tuple(dict.fromkeys(implementations))
+    for name in names or ():
+        registry.entry(name)
+    chosen = tuple(dict.fromkeys(get_recipe(r) for r in (DEFAULT_RECIPES if recipes is None else recipes)))
+    if len({r.name for r in chosen}) < len(chosen):
+        raise ValueError("two recipes share one name; give each its own, since records are keyed by it")
+    return [
+        Unit(
+            case,
+            seed,
+            registry.default_implementations(case.group) if names is None else names,
+            tuple(r for r in chosen if recipes is not None or case.chooses(r.name)),
+            device,
+        )
+        for case in cases
+        for seed in range(case.draws(seeds))
+    ]
 
 
 def is_emulated(name: str, recipe: Recipe) -> bool:
     """Whether time says nothing about the formats: some are narrower than what the arithmetic runs in."""
     narrow = {*recipe.storage.values(), *recipe.at.values()} - {recipe.base}
     return registry.entry(name).emulated and bool(narrow)
-
-
-def hash_of(out: torch.Tensor) -> str:
-    """SHA-256 of an output's bytes."""
-    return hashlib.sha256(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

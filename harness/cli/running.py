@@ -1,4 +1,5 @@
-"""From a selection to its records on disk. torch is loaded here, after everything else has been checked."""
+"""From a selection to its records on disk. torch is loaded here, after everything else has been checked,
+or, by several processes, in these alone."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ def run_cells(path: Path, chosen: Selection, resume: bool) -> list[Record]:
     click.echo(f"{chosen}; loading torch", err=True)  # which takes seconds
     from concurrent.futures import BrokenExecutor
 
-    with interrupts_held():  # what torch imports has swallowed an interrupt
-        from harness.devices import use_device
-        from harness.journal import record
-        from harness.pipeline import plan
+    from harness.journal import record
+    from harness.unit import plan
 
-    use_device(chosen.device)
+    if chosen.device != "cpu":
+        with interrupts_held():  # what torch imports has swallowed an interrupt
+            from harness.devices import use_device
+
+        use_device(chosen.device)
     for name in filter(registry.is_kernel, chosen.implementations or ()):
         takes = registry.get(name).takes  # raises for a kernel that cannot be loaded, before anything runs
         click.echo(f"{name} takes {', '.join(takes) or 'no options'}", err=True)
