@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -22,26 +23,47 @@ def compare(out: Tensor, truth: Tensor, fmt: str) -> Errors:
     figures, which cover the elements finite in both. Squares run in FP64: errors beyond 1e154 give infinite figures.
     Raises ValueError when the shapes differ.
     """
-    if out.shape != truth.shape:
-        raise ValueError(f"output is {tuple(out.shape)} and truth {tuple(truth.shape)}; allowed: one shape")
-    x, t = out.detach().to(torch.float64), truth.detach().to(torch.float64)
-    nan = posinf = neginf = 0
-    count, finite = x.numel(), None
-    if not (all_finite(x) and all_finite(t)):
-        finite = torch.isfinite(x) & torch.isfinite(t)
-        count = int(finite.sum())
+    return Target(truth, fmt).errors(out)
+
+
+class Target:
+    """A truth that several outputs are compared with: what depends on it alone is computed once."""
+
+    def __init__(self, truth: Tensor, fmt: str) -> None:
+        self.truth, self.fmt = truth.detach().to(torch.float64), fmt
+
+    @cached_property
+    def finite(self) -> bool:
+        return all_finite(self.truth)
+
+    @cached_property
+    def spacing(self) -> Tensor:
+        """An ulp of each element."""
+        return ulp(self.truth, self.fmt)
+
+    def errors(self, out: Tensor, finite: bool | None = None) -> Errors:
+        """`compare`. `finite`: whether all of `out` is, where known."""
+        if out.shape != self.truth.shape:
+            raise ValueError(
+                f"output is {tuple(out.shape)} and truth {tuple(self.truth.shape)}; allowed: one shape"
+            )
+        x, t = out.detach().to(torch.float64), self.truth
+        if (all_finite(x) if finite is None else finite) and self.finite:
+            count = x.numel()
+            return Errors(count, 0, 0, 0, **_figures(x, t, x - t, None, count, lambda: self.spacing))
+        both = torch.isfinite(x) & torch.isfinite(t)
+        count = int(both.sum())
         nan = int((torch.isnan(x) != torch.isnan(t)).sum())
         posinf = int(((x == math.inf) != (t == math.inf)).sum())
         neginf = int(((x == -math.inf) != (t == -math.inf)).sum())
-        delta = torch.where(finite, x - t, 0.0)
-        x, t = torch.where(finite, x, 0.0), torch.where(finite, t, 0.0)
-    else:
-        delta = x - t
-    return Errors(count, nan, posinf, neginf, **_figures(x, t, delta, finite, count, fmt))
+        delta = torch.where(both, x - t, 0.0)
+        x, t = torch.where(both, x, 0.0), torch.where(both, t, 0.0)
+        figures = _figures(x, t, delta, both, count, lambda: ulp(t, self.fmt))
+        return Errors(count, nan, posinf, neginf, **figures)
 
 
 def _figures(
-    x: Tensor, t: Tensor, delta: Tensor, finite: Tensor | None, count: int, fmt: str
+    x: Tensor, t: Tensor, delta: Tensor, finite: Tensor | None, count: int, spacing: Callable[[], Tensor]
 ) -> dict[str, Any]:
     if count == 0:
         names = (
@@ -60,7 +82,7 @@ def _figures(
     rows = torch.stack((delta.reshape(-1), t.reshape(-1), x.reshape(-1)))
     (square, along, _), (_, power, cross), (_, _, own) = (rows @ rows.mT).tolist()
     size = rows[:2].abs()  # of delta and of the truth
-    in_ulps = (delta / ulp(t, fmt)).reshape(-1)
+    in_ulps = (delta / spacing()).reshape(-1)
     ulps = in_ulps.abs() if finite is None else in_ulps[finite.reshape(-1)].abs()
     rank = math.ceil(0.99 * count)
     worst = argmax(size[0])

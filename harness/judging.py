@@ -24,7 +24,7 @@ from harness.by_head import (
     store_narrow,
     truth_by_head,
 )  # fmt: skip
-from harness.compare import compare, unravel
+from harness.compare import Target, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
 from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
@@ -315,6 +315,8 @@ class Docket:
         self._totals: dict[int, Errors] = {}  # by the identity of a verdict: equal outputs share theirs
         self._floors: dict[Form, tuple[float, float]] = {}
         self._distances: tuple[float, float, float] | None = None  # size of the exact truth, two distances²
+        self._exact: Target | None = None  # of total errors
+        self._lse_target: Target | None = None
         self._lse: list[tuple[Tensor, Errors]] = []  # equal ones share their errors
         self._bench: Bench | None = None
         self._settings: dict[str, Setting] = {}
@@ -419,7 +421,8 @@ class Docket:
         if self.exact_truth is not None:
             total = self._totals.get(id(verdict))
             if total is None:
-                total = compare(out, self.exact_truth.out, self.recipe.out_format)
+                self._exact = self._exact or Target(self.exact_truth.out, self.recipe.out_format)
+                total = self._exact.errors(out)
                 self._totals[id(verdict)] = total
         precision, why, floor = self.precision(form, total, budget)
         rows = self.extras.rows
@@ -512,7 +515,8 @@ class Docket:
         for known, errors in self._lse:
             if torch.equal(known, lse):
                 return errors
-        errors = compare(lse[..., None], self.truth.lse[..., None], self.recipe.base)
+        self._lse_target = self._lse_target or Target(self.truth.lse[..., None], self.recipe.base)
+        errors = self._lse_target.errors(lse[..., None])
         self._lse.append((lse, errors))
         return errors
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from harness.compare import compare
+from harness.compare import Target
 from harness.error_model.layer import LayerExpectation
 from harness.error_model.layer_parts import Bounded
 from harness.recipe import Recipe
@@ -25,6 +25,7 @@ from harness.verdict import (
     YARDSTICK_LIMIT,
     Ground,
     Verdict,
+    Weights,
     Yardstick,
     class_reasons,
     over_ceiling,
@@ -41,14 +42,15 @@ PARTS = {
 def judge_layer(out: Tensor, truth: Tensor, expected: LayerExpectation, recipe: Recipe) -> Verdict:
     """`out` `[B, 1, T, D]` against the stored truth, FP64."""
     out = out.detach().double()
-    errors = compare(out, truth, recipe.out_format)
+    target = Target(truth, recipe.out_format)
+    errors = target.errors(out)
     finite = torch.isfinite(out) & torch.isfinite(truth)
     e = torch.where(finite, out - truth, 0.0)
     limits = NARROW if {*recipe.at.values()} - {recipe.base} else FP32_LIMITS
     independent = _independent(truth)
-    ground = Ground(tuple(truth.shape), limits, independent, own_rounding(truth, recipe.out_format))
+    ground = Ground(tuple(truth.shape), limits, independent, own_rounding(target))
     over, beyond = over_ceiling(e, expected.ceiling)
-    yard = Yardstick(e, expected.variance, finite, ground)
+    yard = Yardstick(e, Weights(expected.variance, finite, ground))
     reasons = [*class_reasons(errors), *beyond, *yard.reasons()]
     size = _rms(truth)
     normal = _rms(expected.variance.sqrt()) / size if size else math.nan

@@ -17,7 +17,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from harness.compare import compare, unravel
+from harness.compare import Target, unravel
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
 from harness.finite import all_finite, argmax
 from harness.formats import get_format
@@ -112,12 +112,15 @@ class Bench:
         # A row that repeats another counts once, in every direction.
         alone = self.independent.view(call.truth.out.shape[:3])[..., None]
         self.counted = replace(call, variance=call.variance.masked_fill(~alone, math.inf))
-        self.finite = all_finite(call.truth.out)
+        self.target = Target(call.truth.out, call.recipe.out_format)
+        self.finite = self.target.finite
         self.usable = self.independent
         for x, whole in ((call.truth.out, self.finite), (call.variance, all_finite(call.variance))):
             self.usable = self.usable if whole else self.usable & torch.isfinite(x).all(-1).flatten()
         self._like_twin: tuple[tuple[Along, ...], float] | None = None  # what every copy of the twin shows
         self._rounding: Tensor | float | None = None
+        self._weights: dict[int, tuple[Tensor, Weights]] = {}  # by the identity of the variance kept beside
+        self._twin_finite: bool | None = None
         self.truth = call.rows.take(call.truth.out)  # where twins and directions are looked at
         self.rows = int(self.usable.sum())
         promised = not torch.isinf(call.variance).any()
@@ -139,8 +142,22 @@ class Bench:
         """ulp²/12 of each element of the truth: near a power of two a rounding is larger than its mean over a binade,
         which is what the variance holds."""
         if self._rounding is None:
-            self._rounding = own_rounding(self.call.truth.out, self.call.recipe.out_format)
+            self._rounding = own_rounding(self.target)
         return self._rounding
+
+    @property
+    def twin_finite(self) -> bool:
+        """Whether all of the first twin is finite."""
+        if self._twin_finite is None:
+            self._twin_finite = all_finite(self.twins[0])
+        return self._twin_finite
+
+    def _yardstick(self, e: Tensor, variance: Tensor, finite: Tensor | None) -> Yardstick:
+        if finite is not None:
+            return Yardstick(e, Weights(variance, finite, self.ground))
+        if id(variance) not in self._weights:
+            self._weights[id(variance)] = (variance, Weights(variance, None, self.ground))
+        return Yardstick(e, self._weights[id(variance)][1])
 
     def judge(
         self, outs: Sequence[Tensor], variances: Sequence[Tensor] | None = None,
@@ -181,28 +198,29 @@ class Bench:
         wider: Wider | None = None,
     ) -> Verdict:  # fmt: skip
         truth = self.call.truth.out
-        errors = compare(out, truth, self.call.recipe.out_format)
-        finite = None if self.finite and all_finite(out) else torch.isfinite(out) & torch.isfinite(truth)
+        whole = all_finite(out)
+        errors = self.target.errors(out, whole)
+        finite = None if self.finite and whole else torch.isfinite(out) & torch.isfinite(truth)
         e = out - truth if finite is None else torch.where(finite, out - truth, 0.0)
         reasons = list(class_reasons(errors))
         over, reason = over_ceiling(e, ceiling, self.call.extras.row)
-        yard = Yardstick(e, variance, finite, self.ground)
+        yard = self._yardstick(e, variance, finite)
         if wider is not None and (reason or yard.reasons()):
             variance, ceiling = (
                 torch.maximum(x, y) for x, y in zip((variance, ceiling), wider(), strict=True)
             )
             over, reason = over_ceiling(e, ceiling, self.call.extras.row)
-            yard = Yardstick(e, variance, finite, self.ground)
+            yard = Yardstick(e, Weights(variance, finite, self.ground))
         reasons += reason + yard.reasons()
         taken = self.call.rows.take(out)
         # Of a large call that has failed already, directions are told and decide nothing: one twin will do.
         twins = 1 if reasons and not self.call.rows.whole else len(self.twins)
-        along, tau = self._directions(taken, first, at, twins)
+        along, tau = self._directions(taken, whole or all_finite(taken), first, at, twins)
         found = [x for x in along if x.significant]  # a large fault shows along most directions
         reasons += [self._told(x) for x in found[:TOLD]]
         if found[TOLD:]:
             reasons.append(f"so it does along {', '.join(x.name for x in found[TOLD:])}")
-        reasons += self._lost_key(taken, first, at, tau)
+        reasons += self._lost_key(taken, first, at, tau) if whole or all_finite(taken) else []
         # An output of another form than the call's has an expectation of its own.
         expected = self.expected if variance is self.call.variance else _expected(variance)
         largest = max(along, key=lambda x: abs(x.shift.t), default=None)
@@ -260,11 +278,11 @@ class Bench:
     # --- directions --------------------------------------------------------------------------------------------------
 
     def _directions(
-        self, out: Tensor, first: Projection, at: int, twins: int
+        self, out: Tensor, out_finite: bool, first: Projection, at: int, twins: int
     ) -> tuple[tuple[Along, ...], float]:
         tau = threshold(2 * len(first.names) + first.key_sum.shape[1])
         same = not at  # to the bit what the twin is, or like none: nothing to test
-        finite = [all_finite(x) for x in (out, self.twins[0])]
+        finite = [out_finite, self.twin_finite]
         if same and all(finite) and self._like_twin is not None:
             return self._like_twin
         ok = self._taken(self.usable)
@@ -307,8 +325,8 @@ class Bench:
         return Along(name, x.shift, x.spread, effect, excess, moved or scattered, math.sqrt(2) * tau / x.norm)
 
     def _lost_key(self, out: Tensor, first: Projection, at: int, tau: float) -> list[str]:
-        """Whether one key is missing from all rows that see it."""
-        if not at or not all_finite(self.twins[0]) or not all_finite(out):
+        """Whether one key is missing from all rows that see it, of an output that is finite."""
+        if not at or not self.twin_finite:
             return []
         worst = self._key_statistic(first, at)
         if worst is None or abs(worst[1]) <= tau:
@@ -371,43 +389,66 @@ class _Tested:
 # --- yardstick -------------------------------------------------------------------------------------------------------
 
 
+class Weights:
+    """What a yardstick takes from a variance, for all outputs that are held to it: rows that count, and limits."""
+
+    def __init__(self, variance: Tensor, finite: Tensor | None, ground: Ground) -> None:
+        """`finite`: where output and truth are, None: everywhere."""
+        self.ground, slack, shape = ground, ground.limits.slack, ground.shape
+        self.allowed = variance if all_finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
+        self.row_v = (self.allowed if finite is None else torch.where(finite, self.allowed, 0.0)).sum(-1)
+        known = (self.row_v > 0) & torch.isfinite(self.row_v)
+        weigh = (ground.independent.view(shape[:3]) & known).double()
+        blocks = -(-shape[2] // BLOCK_ROWS)
+        self.pad = blocks * BLOCK_ROWS - shape[2]
+        tests = 1 + shape[0] * shape[1] * (1 + blocks + shape[2])
+        self.levels = {name: _Level(x, tests, slack) for name, x in self.groups(weigh).items()}
+        self.limit = ratio_limit(int(weigh.sum()), tests, slack)
+
+    def groups(self, x: Tensor) -> dict[str, Tensor]:
+        """`[B, H, L]` by level: groups along the first axis."""
+        in_blocks = torch.nn.functional.pad(x, (0, self.pad)).reshape(-1, BLOCK_ROWS)
+        return {
+            "tensor": x.reshape(1, -1),
+            "head": x.flatten(0, 1),
+            "rows": in_blocks,
+            "row": x.reshape(-1, 1),
+        }
+
+
+class _Level:
+    """Groups of rows along the first axis: weights, how many rows count, and the limit of their ratio."""
+
+    def __init__(self, weigh: Tensor, tests: int, slack: float) -> None:
+        self.weigh, rows = weigh, weigh.sum(-1)
+        self.some, self.rows = rows > 0, rows.clamp(min=1)
+        self.limits = _limits(rows, tests, slack).to(rows)
+
+
 class Yardstick:
     """Error ÷ expectation at every level. A row without expected error is exact: compared, not divided."""
 
-    def __init__(self, e: Tensor, variance: Tensor, finite: Tensor | None, ground: Ground) -> None:
-        """`finite`: where output and truth are, None: everywhere."""
-        self.ground, slack = ground, ground.limits.slack
-        shape = e.shape
-        allowed = variance if all_finite(variance) else variance.nan_to_num(math.inf, math.inf, math.inf)
-        row_e = (e * e).sum(-1)
-        row_v = (allowed if finite is None else torch.where(finite, allowed, 0.0)).sum(-1)
+    def __init__(self, e: Tensor, weights: Weights) -> None:
+        self.ground = weights.ground
+        row_e, row_v = (e * e).sum(-1), weights.row_v
         self.exact = (row_v == 0) & (row_e > 0)
         ratio = torch.where(row_v > 0, row_e / row_v, 0.0)
-        weigh = (ground.independent.view(shape[:3]) & (row_v > 0) & torch.isfinite(row_v)).double()
         self.levels: list[tuple[str, float, float]] = []
-        blocks = -(-shape[2] // BLOCK_ROWS)
-        tests = 1 + shape[0] * shape[1] * (1 + blocks + shape[2])
-        self.ratio = self._level("tensor", ratio.reshape(1, -1), weigh.reshape(1, -1), tests, slack)
-        self.limit = ratio_limit(int(weigh.sum()), tests, slack)
-        self._level("head", ratio.flatten(0, 1), weigh.flatten(0, 1), tests, slack)
-        pad = blocks * BLOCK_ROWS - shape[2]
-        in_blocks, weigh_blocks = (
-            torch.nn.functional.pad(x, (0, pad)).reshape(-1, BLOCK_ROWS) for x in (ratio, weigh)
-        )
-        self._level("rows", in_blocks, weigh_blocks, tests, slack)
-        self._level("row", ratio.reshape(-1, 1), weigh.reshape(-1, 1), tests, slack)
-        self._elements(e, allowed, slack)
+        first = {
+            name: self._level(name, x, weights.levels[name]) for name, x in weights.groups(ratio).items()
+        }
+        self.ratio, self.limit = first["tensor"], weights.limit
+        self._elements(e, weights.allowed, self.ground.limits.slack)
         self.worst_at, self.worst = max(
             ((name, share) for name, share, _ in self.levels), key=lambda x: x[1], default=("", 0.0)
         )
 
-    def _level(self, name: str, ratio: Tensor, weigh: Tensor, tests: int, slack: float) -> float:
-        """Groups along the first axis; the one largest against its limit is kept. Returns the first group's ratio."""
-        rows = weigh.sum(-1)
-        value = torch.where(rows > 0, ((ratio * weigh).sum(-1) / rows.clamp(min=1)).sqrt(), 0.0)
+    def _level(self, name: str, ratio: Tensor, level: _Level) -> float:
+        """The group that is largest against its limit is kept. Returns the first group's ratio."""
+        value = torch.where(level.some, ((ratio * level.weigh).sum(-1) / level.rows).sqrt(), 0.0)
         if not value.numel():
             return 0.0
-        share = value / _limits(rows, tests, slack).to(value)
+        share = value / level.limits
         worst = argmax(share)
         self.levels.append(
             (f"{name} {self._place(name, worst)}".strip(), float(share[worst]), float(value[worst]))
@@ -451,11 +492,12 @@ class Yardstick:
         return found
 
 
-def own_rounding(truth: Tensor, out_format: str) -> Tensor | float:
+def own_rounding(truth: Target) -> Tensor | float:
     """ulp²/12 of each element."""
-    fmt = get_format(out_format)
-    truth = truth if all_finite(truth) else truth.nan_to_num(0.0, 0.0, 0.0)
-    return ulp(truth, fmt) ** 2 / 12 if fmt.precision < 53 else 0.0
+    fmt = get_format(truth.fmt)
+    if fmt.precision >= 53:
+        return 0.0
+    return (truth.spacing if truth.finite else ulp(truth.truth.nan_to_num(0.0, 0.0, 0.0), fmt)) ** 2 / 12
 
 
 def _limits(rows: Tensor, tests: int, slack: float) -> Tensor:
