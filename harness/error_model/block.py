@@ -166,10 +166,20 @@ class Block:
         """Whether s = scale·q·k, without softcap and bias."""
         return self._lin is None
 
-    @property
-    def alive(self) -> Tensor:
-        """Which keys weigh something, as numbers."""
-        return (self.p > 0).to(self.p.dtype)
+    @cached_property
+    def alive_gross(self) -> Tensor:
+        """Σ_j |v_jc| over the keys that weigh something, FP64."""
+        return ((self.p > 0).to(self.p.dtype) @ self.heads.abs_v[:, self.keys]).double()
+
+    @cached_property
+    def keys_seen(self) -> Tensor:
+        """`count` in FP64."""
+        return self.count.double()
+
+    @cached_property
+    def mean_weight_square(self) -> Tensor:
+        """Σ_j p_j² times the head's mean of v_jc², FP64: `weight_square` where the sum is not what decides."""
+        return self.p2_sum.double() * (self.heads.mean_square.double() + self.heads.centre**2)
 
     def _key_range(self, rows: slice) -> slice:
         p = self.p_

@@ -27,7 +27,7 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     u, d = base.unit_roundoff, max(b.q.shape[-1], 1)
     span = b.span.stop - b.span.start
     _, blocks = form.groups(span)
-    n = b.count.double()
+    n = b.keys_seen
     steps = 0 if form.arrangement == "whole" else blocks
     # Shift, exp and the factors of later rescales; the shifts of a key add up to |s − m|.
     u_shift = u + roundoff(recipe, "shifted")
@@ -131,10 +131,10 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
         l = l * torch.exp(b.m.double())  # noqa: E741
     every = spacing(recipe, "exp") / 2 + steps * spacing(recipe, "rescale") / 2
     cast = spacing(recipe, "probs") / (2 * recipe.p_scale)
-    n = b.count.double()
+    n = b.keys_seen
     tiny = base.min_normal * (1 + n) * max(1, steps)
     counted = cast + every > 1e-30
-    gross = (b.alive @ b.heads.abs_v[:, b.keys]).double() if counted else b.gross[0]
+    gross = b.alive_gross if counted else b.gross[0]
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
     out = weight * gross + held / recipe.p_scale / l

@@ -240,20 +240,15 @@ class _Spread(Groups):
 
     def _base(self) -> None:
         b, u2, o2 = self.b, C2 * self.u**2, self.b.o**2
-        # Σp²v² where the sum is not what decides: the head's mean square stands for the keys'.
-        square = (
-            b.weight_square(self.chunk)
-            if self.fine
-            else b.p2_sum.double() * self._mean_square(torch.zeros_like(b.o))
-        )
-        n = b.count.double()
+        square = b.weight_square(self.chunk) if self.fine else b.mean_weight_square
+        n = b.keys_seen
         scale = b.p_.scales[2]
         inside = scale is not None and max(scale.shape[2:]) > 1  # V is descaled on load, else the output
         extra = square if inside else 0.0
         factors = (scale is not None and not inside) + 2.0 * (not power_of_two(self.recipe.p_scale))
         if self.form.arrangement == "stream":
             blocks = torch.ceil(n / self.size).clamp(min=1.0)
-            first, second = partial_sums(n, min(self.size, CHUNK))
+            first, second = self._partial_sums(min(self.size, CHUNK))
             more = blocks - 1
             x = more * (o2 / 3 + square / 6) + (4 / blocks + 2 * more / 3 + 1 + factors) * o2
             rows = 4 / blocks + 2 * more / 3
@@ -262,7 +257,7 @@ class _Spread(Groups):
             x = (1 + factors) * o2
             rows = torch.zeros_like(n)  # in _merge
         else:
-            first, second = partial_sums(n, self.chunk)
+            first, second = self._partial_sums(self.chunk)
             rows = 4 + n / 768
             x = (rows + factors) * o2 + (square if self.early else o2)
         self.inner = (first, second)
@@ -271,6 +266,15 @@ class _Spread(Groups):
             x = x + first * o2 + second * square
         self.var += u2 * (x + extra) + math.exp(2 * NEGLIGIBLE) * b.gross[1] + self._tiny(n)
         self.lse += u2 * rows
+
+    def _partial_sums(self, chunk: float | Tensor) -> tuple[Tensor, Tensor]:
+        """`partial_sums` of the keys that rows see; recipes and forms of one chunk share them."""
+        if isinstance(chunk, Tensor):
+            return partial_sums(self.b.keys_seen, chunk)
+        key = ("partial sums", chunk)
+        if key not in self.b.kept:
+            self.b.kept[key] = partial_sums(self.b.keys_seen, chunk)
+        return self.b.kept[key]
 
     def _tiny(self, n: Tensor) -> Tensor:
         """Sums of n subnormal terms and their quotient, each on the base's own spacing."""
