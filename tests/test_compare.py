@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
+import subprocess
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.compare import compare
+from harness.finite import argmax
 from harness.formats import FORMATS, get_format
 from harness.records import Errors
 
@@ -224,3 +227,28 @@ def test_other_shapes_are_a_mistake_even_where_they_broadcast() -> None:
     message = r"output is \(1, 1, 2, 3\) and truth \(1, 1, 1, 3\); allowed: one shape"
     with pytest.raises(ValueError, match=message):
         compare(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 1, 3, dtype=torch.float64), "fp32")
+
+
+@pytest.mark.parametrize("special", [[], [math.nan], [math.inf, math.nan], [math.inf, -math.inf]])
+def test_place_of_the_largest_is_torchs(special: list[float]) -> None:
+    x = torch.tensor([1.0, 3.0, *special, 3.0, 2.0, *special], dtype=torch.float64)
+    assert argmax(x) == int(x.argmax())
+    assert argmax(x.view(2, -1).mT) == int(x.view(2, -1).mT.argmax())
+
+
+def test_run_by_processes_loads_no_torch_here(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from harness.case import load_cases
+from harness.journal import record
+from harness.unit import plan
+if __name__ == "__main__":
+    units = plan(load_cases("smoke"), ["naive_masked"], ["bf16"], seeds=1)[:2]
+    assert [r for _, batch in record(Path({str(tmp_path / "r.jsonl")!r}), units, 2, False) for r in batch]
+    assert "torch" not in sys.modules
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, str(script)], check=True, env={**os.environ, "PYTHONPATH": str(root)})
