@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.compare import compare
+from harness.finite import argmax
 from harness.formats import FORMATS, get_format
 from harness.records import Errors
 
@@ -224,3 +225,10 @@ def test_other_shapes_are_a_mistake_even_where_they_broadcast() -> None:
     message = r"output is \(1, 1, 2, 3\) and truth \(1, 1, 1, 3\); allowed: one shape"
     with pytest.raises(ValueError, match=message):
         compare(torch.zeros(1, 1, 2, 3), torch.zeros(1, 1, 1, 3, dtype=torch.float64), "fp32")
+
+
+@pytest.mark.parametrize("special", [[], [math.nan], [math.inf, math.nan], [math.inf, -math.inf]])
+def test_place_of_the_largest_is_torchs(special: list[float]) -> None:
+    x = torch.tensor([1.0, 3.0, *special, 3.0, 2.0, *special], dtype=torch.float64)
+    assert argmax(x) == int(x.argmax())
+    assert argmax(x.view(2, -1).mT) == int(x.view(2, -1).mT.argmax())
