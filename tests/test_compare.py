@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
 from typing import Any
 
 import numpy as np
@@ -234,21 +232,3 @@ def test_place_of_the_largest_is_torchs(special: list[float]) -> None:
     x = torch.tensor([1.0, 3.0, *special, 3.0, 2.0, *special], dtype=torch.float64)
     assert argmax(x) == int(x.argmax())
     assert argmax(x.view(2, -1).mT) == int(x.view(2, -1).mT.argmax())
-
-
-def test_run_by_processes_loads_no_torch_here(tmp_path: Path) -> None:
-    code = f"""
-import sys
-from pathlib import Path
-from harness.case import load_cases
-from harness.journal import record
-from harness.unit import plan
-if __name__ == "__main__":
-    units = plan(load_cases("smoke"), ["naive_masked"], ["bf16"], seeds=1)[:2]
-    assert [r for _, batch in record(Path({str(tmp_path / "r.jsonl")!r}), units, 2, False) for r in batch]
-    assert "torch" not in sys.modules
-"""
-    script = tmp_path / "script.py"
-    script.write_text(code, encoding="utf-8")
-    root = Path(__file__).resolve().parent.parent
-    subprocess.run([sys.executable, str(script)], check=True, env={**os.environ, "PYTHONPATH": str(root)})

@@ -257,3 +257,21 @@ def test_a_run_that_cannot_start_leaves_the_earlier_records_alone(tmp_path: Path
         with pytest.raises(ValueError, match="does not exist"):
             list(record(path, plan([broken], ["online_softmax"], ["fp32"], seeds=1), jobs=1, resume=resume))
         assert path.read_bytes() == before
+
+
+def test_run_by_processes_loads_no_torch_here(tmp_path: Path) -> None:
+    code = f"""
+import sys
+from pathlib import Path
+from harness.case import load_cases
+from harness.journal import record
+from harness.unit import plan
+if __name__ == "__main__":
+    units = plan(load_cases("smoke"), ["naive_masked"], ["bf16"], seeds=1)[:2]
+    assert [r for _, batch in record(Path({str(tmp_path / "r.jsonl")!r}), units, 2, False) for r in batch]
+    assert "torch" not in sys.modules
+"""
+    script = tmp_path / "script.py"
+    script.write_text(code, encoding="utf-8")
+    root = Path(__file__).resolve().parent.parent
+    subprocess.run([sys.executable, str(script)], check=True, env={**os.environ, "PYTHONPATH": str(root)})
