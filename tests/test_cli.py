@@ -500,7 +500,7 @@ def test_interrupted_run_ends_at_once_with_its_workers(tmp_path: Path, plugin: P
     if how == "interrupt":
         assert run.returncode == 130
         said = [line for line in err.splitlines() if line]
-        assert said[-1] == "interrupted; what a run recorded is whole: `run --resume` goes on"
+        assert said[-1] == "interrupted; what a run recorded is whole, and `run --resume` goes on with it"
         assert all(re.match(r"8 cells: |\d/8 cells, ", line) for line in said[:-1]), said
 
 

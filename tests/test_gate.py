@@ -299,6 +299,13 @@ def test_new_kind_of_observed_hazard_is_a_regression() -> None:
     assert judged(record(hazards=(OVERFLOW,)), record()).exit_code == 0
 
 
+def test_a_case_that_is_lost_or_new_altogether_is_one_line() -> None:
+    kept, lost = record("g/a"), [record("g/b", implementation=n) for n in ("x", "y")]
+    gone, new = against([kept, *lost], [kept]), against([kept], [kept, *lost])
+    assert gone.regressions == ("g/b, all 2 cells: in the baseline, not in this run",)
+    assert new.new == ("g/b, all 2 cells",)
+
+
 def test_vanished_cell_is_a_regression_and_a_new_one_is_noted() -> None:
     a, b = record("g/a"), record("g/b")
     gone, new = against([a, b], [a]), against([a], [a, b])

@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         code = _say(_told(error), *getattr(error, "__notes__", ()), code=USAGE)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted; what a run recorded is whole: `run --resume` goes on", err=True)
+        click.echo("interrupted; what a run recorded is whole, and `run --resume` goes on with it", err=True)
         code = INTERRUPTED
     sys.exit(code or 0)
 

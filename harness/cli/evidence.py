@@ -46,7 +46,7 @@ def evidence(
     Prints tables and writes one JSON line each to --out. A run that is killed leaves what was there.
     """
     names = implementations or (IMPLEMENTATION,)
-    lengths = _lengths(tokens)
+    lengths = _lengths(tokens) if quality else ()
     chosen = select(cases, only or (() if cases else CASES), names, recipes, seeds, "cpu", 1)
     start, held = time.monotonic(), _held(out, keep)
     found: list[Evidence] = []
@@ -87,9 +87,15 @@ def _held(out: Path, keep: bool) -> list[Evidence]:
 
 def _lengths(tokens: str) -> tuple[int, ...]:
     try:
-        return tuple(dict.fromkeys(int(n) for n in tokens.split(",")))
+        lengths = tuple(dict.fromkeys(int(n) for n in tokens.split(",")))
     except ValueError:
         raise ValueError(f"tokens is {tokens!r}; allowed: numbers with commas, such as {TOKENS}") from None
+    from harness.quality import shipped_text
+
+    most = len(shipped_text().ids)
+    if wrong := [n for n in lengths if not 2 <= n <= most]:
+        raise ValueError(f"tokens is {wrong[0]}; allowed: 2 to {most}, which the text has")
+    return lengths
 
 
 def _attributions(chosen: Selection, names: tuple[str, ...]) -> Iterator[Attribution]:
@@ -125,9 +131,6 @@ def _qualities(chosen: Selection, names: tuple[str, ...], lengths: tuple[int, ..
     from harness.optional import MissingExtra
     from harness.quality import passes, qualities, shipped_text
 
-    text = shipped_text()
-    if wrong := [n for n in lengths if not 2 <= n <= len(text.ids)]:
-        raise ValueError(f"tokens is {wrong[0]}; allowed: 2 to {len(text.ids)}, which the text has")
     try:
         model = load_model()
     except MissingExtra as error:
@@ -137,7 +140,7 @@ def _qualities(chosen: Selection, names: tuple[str, ...], lengths: tuple[int, ..
     with progress(total, "layer") as shown:
         for name in names:
             yield from qualities(
-                model, text, chosen.recipes, name, lengths, lambda place: shown.update(1, place)
+                model, shipped_text(), chosen.recipes, name, lengths, lambda place: shown.update(1, place)
             )
 
 

@@ -17,7 +17,7 @@ from harness.deviations import review as sorted_by
 from harness.evidence import Evidence, read_evidence
 from harness.optional import MissingExtra
 from harness.recipe import RECIPES, Recipe, load_recipe
-from harness.records import Record, iter_records
+from harness.records import Record, iter_records, why_empty
 
 FILE = click.Path(path_type=Path, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -71,7 +71,7 @@ def review(
             raise ValueError(f"{path} does not exist; make one with `python -m harness {command}`")
     held = list(iter_records(records))
     if not held:
-        return nothing_ran(f"{records} holds no records")
+        return nothing_ran(why_empty(records))
     chosen = _chosen(held, named, records)
     defined.update({name: RECIPES[name] for name in chosen if name in RECIPES and name not in defined})
     evidence = [e for path in found for e in read_evidence(path)]

@@ -17,6 +17,7 @@ to 8 % in a single seed with another library's products (`reports/gate-study.md`
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled], selected:
         worse, better = _changes(new, old, up, down, new.key in loose)
         regressions += [f"{new}: {what}" for what in worse]
         improvements += [] if worse else [f"{new}: {what}" for what in better]
-    vanished = tuple(str(baseline[key]) for key in sorted(baseline) if key not in run)
+    vanished = _only_in(baseline, run)
     if pairs:
         regressions += [f"{name}: in the baseline, not in this run" for name in vanished]
     return Outcome(
@@ -102,13 +103,22 @@ def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled], selected:
         told=sum(any(new.status.get(s.value) for s in _TELLING) for new, _ in pairs),
         regressions=tuple(regressions),
         improvements=tuple(improvements),
-        new=tuple(str(run[key]) for key in sorted(run) if key not in baseline),
+        new=_only_in(run, baseline),
         vanished=vanished,
         notes=(
             *notes_on(pairs, len(paired), up),
             *([f"{outside} cells of the baseline were not selected"] if outside else []),
         ),
     )
+
+
+def _only_in(these: Mapping[Key, Pooled], others: Mapping[Key, Pooled]) -> tuple[str, ...]:
+    """Cells that the others lack, a line each; one line for a case that they lack altogether."""
+    shared = {key[0] for key in others}
+    apart = Counter(key[0] for key in these if key[0] not in shared)
+    whole = {case: count for case, count in apart.items() if count > 1}
+    told = [f"{clean(case)}, all {count} cells" for case, count in sorted(whole.items())]
+    return (*told, *(str(these[key]) for key in sorted(these) if key not in others and key[0] not in whole))
 
 
 def _same_seeds(new: Pooled, old: Pooled) -> None:
