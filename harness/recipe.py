@@ -274,7 +274,8 @@ def load_recipe(path: Path) -> Recipe:
     """A recipe from a TOML file: the fields of `Recipe`, with `[scaling.k]` tables for `Scaling` and an
     `[accumulator]` table for `Accumulator`.
 
-    Raises ValueError for a file that cannot be read, a field that does not exist or a value that is not allowed.
+    Raises ValueError for a file that cannot be read, a field that does not exist or a value that is not allowed, and
+    for the name of a built-in recipe that is another.
     """
     try:
         table = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -287,7 +288,12 @@ def load_recipe(path: Path) -> Recipe:
         if "accumulator" in table:
             _keys("accumulator", table["accumulator"], tuple(f.name for f in fields(Accumulator)))
             table["accumulator"] = Accumulator(**table["accumulator"])
-        return Recipe(**{"name": path.stem, **table}, scaling=scaling)
+        made = Recipe(**{"name": path.stem, **table}, scaling=scaling)
+        if made.name in RECIPES and made.digest != RECIPES[made.name].digest:
+            raise ValueError(
+                f"name is {made.name!r}, a built-in recipe with another definition; give it a name of its own"
+            )
+        return made
     except ValueError as error:
         raise ValueError(f"recipe file {path}: {error}") from None
 

@@ -25,6 +25,7 @@ R = TypeVar("R")
 ALIGNMENTS = ("bottom-right", "top-left")
 EMPTY_ROWS = ("zero", "nan")
 WEIGHT_SCALES = ("channel", "tensor")
+SMALLEST, LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # FP32's normal range, in which kernels take numbers
 
 
 @dataclass(frozen=True)
@@ -52,10 +53,16 @@ class AttentionSpec:
             raise ValueError(f"empty_row is {self.empty_row!r}; allowed: {', '.join(EMPTY_ROWS)}")
         if not isinstance(self.causal, bool):
             raise ValueError(f"causal is {self.causal!r}; allowed: True, False")
-        if self.scale is not None and not _finite(self.scale):
-            raise ValueError(f"scale is {self.scale!r}; allowed: a finite number, or None for head_dim^-0.5")
-        if self.softcap is not None and not (_finite(self.softcap) and self.softcap > 0):
-            raise ValueError(f"softcap is {self.softcap!r}; allowed: a finite number > 0, or None for off")
+        if self.scale is not None and not (_finite(self.scale) and abs(self.scale) <= LARGEST):
+            raise ValueError(
+                f"scale is {self.scale!r}; allowed: a finite number, up to FP32's {LARGEST:.3g}, or None for"
+                " head_dim^-0.5"
+            )
+        if self.softcap is not None and not (_finite(self.softcap) and SMALLEST <= self.softcap <= LARGEST):
+            raise ValueError(
+                f"softcap is {self.softcap!r}; allowed: a finite number > 0 that FP32 holds, {SMALLEST:.3g} to"
+                f" {LARGEST:.3g}, or None for off"
+            )
         if self.window is not None:
             object.__setattr__(self, "window", _window(self.window))
 
@@ -88,11 +95,13 @@ def _finite(value: object) -> bool:
 
 
 def _window(window: tuple[int | None, int | None]) -> tuple[int | None, int | None]:
-    allowed = "a pair (left, right), each an integer ≥ 0 or None for unlimited"
+    allowed = "a pair (left, right), each an integer from 0 to 2**62 or None for unlimited"
     if not isinstance(window, (tuple, list)) or len(window) != 2:
         raise ValueError(f"window is {window!r}; allowed: {allowed}")
     for side in window:
-        if side is not None and (isinstance(side, bool) or not isinstance(side, int) or side < 0):
+        if side is not None and (
+            isinstance(side, bool) or not isinstance(side, int) or not 0 <= side <= 2**62
+        ):
             raise ValueError(f"window is {window!r}; allowed: {allowed}")
     return (window[0], window[1])
 

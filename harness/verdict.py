@@ -538,6 +538,8 @@ def _all_differ(x: Tensor) -> bool:
     """Whether no two rows of a head of `[B, H, L, E]` can be equal, seen from a sum of a few of their channels: equal
     rows have equal sums, element by element in one order, so that a sort of one number a row settles most calls. False
     where some are not finite."""
+    if not x.numel():
+        return True
     key = x[..., 0].double()
     for c in range(1, min(x.shape[3], KEY_CHANNELS)):
         key = key * math.pi + x[..., c]

@@ -341,3 +341,10 @@ def test_an_absent_or_binary_recipe_file_is_refused_with_its_path(tmp_path: Path
 def test_the_allowed_words_are_the_ones_documented() -> None:
     assert GRANULARITIES == ("tensor", "head", "token", "block", "mx")
     assert SOURCES == ("amax", "given", "unit")
+
+
+def test_a_file_cannot_give_a_built_in_name_another_meaning(tmp_path: Path) -> None:
+    path = tmp_path / "bf16.toml"
+    path.write_text('name = "bf16"\nstorage = { q = "fp16", k = "fp16", v = "fp16" }\n')
+    with pytest.raises(ValueError, match="name is 'bf16', a built-in recipe with another definition"):
+        load_recipe(path)

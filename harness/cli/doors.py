@@ -223,6 +223,7 @@ def explain(cell: str, path: Path) -> int:
     from harness.cli.reporting import refuse_baseline
     from harness.records import read_records, why_empty
     from harness.report.story import find, name, story
+    from harness.report.words import clean
 
     if not path.exists():
         raise ValueError(f"{path} does not exist; give --records, or make one with `python -m harness run`")
@@ -240,7 +241,7 @@ def explain(cell: str, path: Path) -> int:
         )
         known = ", ".join((close or sorted({r.case for r in records}))[:SHOWN])
         raise ValueError(
-            f"no record of {path} is {cell!r}; there are {len(records)}, of cases such as {known}"
+            f"no record of {path} is {cell!r}; there are {len(records)}, of cases such as {clean(known)}"
         )
     click.echo(name(found[0]))
     for heading, lines in story(found[0]):

@@ -54,7 +54,8 @@ PLACE = click.Path(path_type=Path)
     "--reason", metavar="TEXT", help="Why the baseline changes; kept in it. Needed where there is one."
 )
 def gate(stored: Path | None, baseline: Path, update: bool, reason: str | None, **chosen: Any) -> int:
-    """Compare with a stored baseline (of `--cases smoke` by default); exit 1 with a line for each regression.
+    """Compare with a stored baseline, of the smoke cases unless --cases says otherwise; exit 1 with a line for each
+    regression.
 
     Cells of the baseline that --cases, --only, -i or -r leave out are not compared, and --update leaves them as they
     are.
