@@ -425,7 +425,10 @@ WRONG_SPECS: list[tuple[dict[str, Any], str]] = [
     ({"softcap": -1.0}, "softcap is -1.0; allowed: a finite number > 0"),
     ({"softcap": math.inf}, "softcap is inf; allowed: a finite number > 0"),
     ({"softcap": math.nan}, "softcap is nan; allowed: a finite number > 0"),
-    ({"window": (-1, 0)}, "window is (-1, 0); allowed: a pair (left, right), each an integer from 0 to 2**62 or None"),
+    (
+        {"window": (-1, 0)},
+        "window is (-1, 0); allowed: a pair (left, right), each an integer from 0 to 2**62 or None",
+    ),
     ({"window": 5}, "window is 5; allowed: a pair (left, right)"),
     ({"window": (1, 2, 3)}, "window is (1, 2, 3); allowed: a pair (left, right)"),
     ({"window": (1.0, None)}, "window is (1.0, None); allowed: a pair (left, right)"),
