@@ -372,7 +372,7 @@ def iter_records(path: Path | str) -> Iterator[Record]:
     """`read_records`, one at a time."""
     from pydantic import ValidationError
 
-    validate = _adapter().validator.validate_json
+    validate, known = _adapter().validator.validate_json, {SCHEMA}
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, 1):
             # A record ends with its newline: what follows the last one was cut off while it was written.
@@ -387,8 +387,9 @@ def iter_records(path: Path | str) -> Iterator[Record]:
                 first = error.errors()[0]
                 place = ".".join(str(p) for p in first["loc"]) or "the line"
                 raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
-            if record.schema != SCHEMA:
+            if record.schema not in known:
                 _check_schema(line, f"{path}, line {number}")
+                known.add(record.schema)
             yield record
 
 
