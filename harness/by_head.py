@@ -157,9 +157,14 @@ def _one(scale: Tensor | float | None, b: int, h: int) -> Tensor | float | None:
     """The part of a given scale that is a head's."""
     if not isinstance(scale, Tensor) or scale.dim() < 3:
         return scale
-    x = scale[None] if scale.dim() == 3 else scale
-    x = x[b : b + 1] if x.shape[0] > 1 else x
-    return x[:, h : h + 1] if x.shape[1] > 1 else x
+    return _one_scale(scale[None] if scale.dim() == 3 else scale, b, h)
+
+
+def _one_scale(scale: Tensor | None, b: int, h: int) -> Tensor | None:
+    """The same of scales of stored inputs, `[B|1, H|1, …]`."""
+    if scale is None:
+        return None
+    return _cut(scale[b : b + 1] if scale.shape[0] > 1 else scale, slice(h, h + 1))
 
 
 def shape_of(stored: Sequence[Stored]) -> Shape:
@@ -234,7 +239,7 @@ def hazards_by_head(exact: Sequence[Tensor], stored: Sequence[Stored], recipe: R
     for place, (x, kept) in enumerate(zip(exact, stored, strict=True)):
         for b in range(x.shape[0]):
             for h in range(x.shape[1]):
-                own = _cut_one(kept, b, h)
+                own = Stored(_part(kept.codes, b, h).double(), _one_scale(kept.scale, b, h))
                 for hazard in storage_hazards(
                     tuple(_part(x, b, h) if n == place else _nothing(x) for n in range(3)),
                     tuple(own if n == place else Stored(_nothing(x)) for n in range(3)), recipe,
@@ -249,14 +254,6 @@ def _part(x: Tensor, b: int, h: int) -> Tensor:
 
 def _nothing(x: Tensor) -> Tensor:
     return x.new_empty(1, 1, 0, x.shape[3], dtype=torch.float64)
-
-
-def _cut_one(kept: Stored, b: int, h: int) -> Stored:
-    scale = kept.scale
-    if scale is not None:
-        scale = scale[b : b + 1] if scale.shape[0] > 1 else scale
-        scale = scale[:, h : h + 1] if scale.shape[1] > 1 else scale
-    return Stored(_part(kept.codes, b, h).double(), scale)
 
 
 def _add(found: dict[tuple[str, str, str], Hazard], h: Hazard, batch: int, head: int) -> None:

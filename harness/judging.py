@@ -430,7 +430,7 @@ class Docket:
         assert errors is not None
         hazards = tuple(
             h
-            if rows is None or h.where is None or h.stage in "kv"
+            if rows is None or h.where is None or h.stage in ("k", "v")
             else replace(h, where=self._place(h.where))
             for h in hazards
         )
