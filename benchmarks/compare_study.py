@@ -7,7 +7,7 @@ trials in so little time need cheap calls (under 1 ms where the machine is idle)
 
     python -m benchmarks.compare_study                    # writes reports/compare-study.md
     python -m benchmarks.compare_study --trials 20        # a look; writes nothing without --out
-    python -m benchmarks.compare_study --load 2           # beside two processes that compute, for an idle machine
+    python -m benchmarks.compare_study --load 2           # beside two processes that compute: compare-study-load.md
 
 Exit codes: 0 alarms ≤ 1 % and every slow-down seen, 1 otherwise, 2 wrong usage.
 """
@@ -164,7 +164,7 @@ HEADERS = [
 
 def page(rows: list[list[str]], loads: list[float], own: int, how: str, command: str, minutes: float) -> str:
     m = machine()
-    beside = f", beside {own} processes that only compute" if own else ", with other work on the machine"
+    beside = f", beside {own} processes that only compute" if own else ", these trials included"
     told = (
         f"{command}: {minutes:.0f} min on {m.cpu}, {m.cores} cores, {m.isa}, torch {m.torch}, {how}. The load average"
         f" (processes that run or wait to) was {min(loads):.1f} to {max(loads):.1f} over these {m.cores} cores{beside}."
@@ -232,9 +232,8 @@ def main(arguments: list[str] | None = None) -> int:
             good &= alarms <= ALPHA * len(every) if what.startswith("A/A") else alarms == len(every)
             rows.append(row(f"{what}, all", every))
     how = f"trials on {len(cores)} cores at once, one thread each"
-    out = given.out or (
-        ROOT / "reports" / "compare-study.md" if given.trials == TRIALS and not given.only else None
-    )
+    page_of = ROOT / "reports" / f"compare-study{'-load' * bool(given.load)}.md"
+    out = given.out or (page_of if given.trials == TRIALS and not given.only else None)
     command = "`python -m benchmarks.compare_study" + f" --load {given.load}" * bool(given.load)
     command += f" --only '{given.only}'`" if given.only else "`"
     text = page(rows, loads, given.load, how, command, (time.monotonic() - started) / 60)
