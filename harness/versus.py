@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from harness.records import Status
 from harness.result import Breach, Refusal
 from harness.spec import AttentionSpec, Shape
 from harness.timing.pairs import Paired, paired
-from harness.timing.sides import Problem, Ready, Side
+from harness.timing.sides import Checkout, Here, Problem, Ready, Side
 from harness.unit import is_emulated
 
 
@@ -65,6 +66,17 @@ class Versus:
     b: Contender
     judged: tuple[Judged, Judged]
     times: Paired | None
+
+
+@contextmanager
+def sides(old: Path | None) -> Iterator[tuple[Side, Side]]:
+    """What A and B run in: this process, or where A is another checkout's, a process of its own for each of the two."""
+    root = Path(__file__).resolve().parents[1]
+    with (
+        closing(Checkout(old)) if old else nullcontext(Here()) as before,
+        closing(Checkout(root)) if old else nullcontext(Here()) as now,
+    ):
+        yield before, now
 
 
 def versus(

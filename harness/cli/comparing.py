@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,20 +75,14 @@ def compare(
     parsed = _parsed(names, recipe, old)
     spec = spec_of({"causal": str(bool(causal)).lower(), **{k: v for k, v in given.items() if v is not None}})
     from harness.clock import pinned
-    from harness.timing.sides import Checkout, Here
-    from harness.versus import Contender, versus
+    from harness.versus import Contender, sides, versus
 
     who = [Contender(name, recipe_of(written), written) for name, written in parsed]
     pairs = [(replace(now, old=old), now) for now in who] if old else [(who[0], who[1])]
-    root = Path(__file__).resolve().parents[2]
-    with (
-        pinned(threads) as how,
-        closing(Checkout(old)) if old else nullcontext(Here()) as before,
-        closing(Checkout(root)) if old else nullcontext(Here()) as now,
-    ):
+    with pinned(threads) as how, sides(old) as both:
         click.echo(_head(how, device, spec.causal))
         found = []
-        for one in versus(pairs, sizes, spec, (before, now), budget, share, device, anyway):
+        for one in versus(pairs, sizes, spec, both, budget, share, device, anyway):
             found.append(one)
             click.echo(_told(one, share))
     return _code(found)
@@ -112,14 +105,20 @@ def _parsed(names: Sequence[str], recipe: str, old: Path | None) -> list[tuple[s
         raise ValueError(
             f"{len(names)} given: {', '.join(names)}; allowed: two, A and B, or --old PATH with names"
         )
-    if old is not None and not (old / "harness" / "registry.py").is_file():
-        raise ValueError(f"--old {old} holds no harness/registry.py; give the root of another checkout")
+    if old is not None:
+        check_checkout(old)
     parsed = [_named(name, recipe) for name in names]
     if old is not None and any(registry.is_kernel(name) for name, _ in parsed):
         raise ValueError(
             "--old compares implementations of both checkouts; give two kernels as A and B instead"
         )
     return parsed
+
+
+def check_checkout(old: Path) -> None:
+    """Raises ValueError for a folder that is no checkout of this project."""
+    if not (old / "harness" / "registry.py").is_file():
+        raise ValueError(f"--old {old} holds no harness/registry.py; give the root of another checkout")
 
 
 def _named(text: str, recipe: str) -> tuple[str, str]:
@@ -160,7 +159,7 @@ def _told(v: Versus, threshold: float) -> str:
         "",
         str(v.shape),
         table(["", "", "accuracy", "rel_l2", "time", "interval"], rows, wrap=(1, 2), right=(3, 4)),
-        _verdict(v, threshold),
+        verdict(v, threshold),
     ]
     for side, who, judged in zip("AB", (v.a, v.b), v.judged, strict=True):
         if judged.status is not Status.PASS:
@@ -177,7 +176,9 @@ def _span(x: Interval | None) -> list[str]:
     return [show_time(x.median), f"{show_time(x.low)} to {show_time(x.high)}" if known else words.NONE]
 
 
-def _verdict(v: Versus, threshold: float) -> str:
+def verdict(v: Versus, threshold: float, advice: bool = True) -> str:
+    """What was found of a pair, in a line: the ratio and what it is called, or why there is none. `advice`: and what to
+    do where it is undecided."""
     from harness.timing.rule import Speed
 
     if v.times is None:
@@ -190,9 +191,10 @@ def _verdict(v: Versus, threshold: float) -> str:
         Speed.SLOWER: "B is slower",
         Speed.FASTER: "B is faster",
         Speed.SAME: f"no difference at {share}",
-        Speed.UNDECIDED: f"undecided at {share}, "
-        + ("raise --budget" if t.rounds < t.most else "the difference is too near to it"),
+        Speed.UNDECIDED: f"undecided at {share}",
     }[t.verdict]
+    if t.verdict is Speed.UNDECIDED and (advice or t.rounds == t.most):
+        said += ", raise --budget" if t.rounds < t.most else ", the difference is too near to it"
     return f"B ÷ A = {_ratio(t)} in {t.rounds} rounds: {said}"
 
 

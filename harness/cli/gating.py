@@ -16,6 +16,7 @@ from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
 from harness.cli.running import run_cells
 from harness.cli.selection import Selection, filters, select
+from harness.cli.slower import check_old, with_times
 from harness.deviations import Deviation, Review, load_deviations, review
 from harness.gate import (
     Baseline,
@@ -53,13 +54,20 @@ PLACE = click.Path(path_type=Path)
 @click.option(
     "--reason", metavar="TEXT", help="Why the baseline changes; kept in it. Needed where there is one."
 )
-def gate(stored: Path | None, baseline: Path, update: bool, reason: str | None, **chosen: Any) -> int:
+@click.option(
+    "--old", type=PLACE, help="Another checkout: also time what passes against it, on this machine."
+)
+def gate(
+    stored: Path | None, baseline: Path, update: bool, reason: str | None, old: Path | None, **chosen: Any
+) -> int:
     """Compare with a stored baseline, of the smoke cases unless --cases says otherwise; exit 1 with a line for each
     regression.
 
     Cells of the baseline that --cases, --only, -i or -r leave out are not compared, and --update leaves them as they
-    are.
+    are. With --old, what passes under FP32 is timed too, by turns with the same of another checkout; what is slower by
+    more than 5 %, by its whole interval, is a regression.
     """  # fmt: skip
+    check_old(old, stored, update, bool(chosen["kernels"]))
     reason = " ".join((reason or "").split())
     if reason and not update:
         raise ValueError("--reason was given without --update, which it is for")
@@ -84,8 +92,12 @@ def gate(stored: Path | None, baseline: Path, update: bool, reason: str | None, 
         return 0
     path = choose(held, _class_of(records)) if len(held) > 1 else next(iter(held))
     click.echo(f"baseline: {path}", err=True)
-    outcome = _with_deviations(compare(records, held[path].cells, selected), records)
+    outcome, timed = _with_deviations(compare(records, held[path].cells, selected), records), None
+    if old is not None:
+        outcome, timed = with_times(outcome, records, old, selection.device)
     click.echo(outcome.text, nl=False)
+    if timed == 0 and not outcome.exit_code:
+        return nothing_ran(f"nothing was timed against {old}: see the notes above")
     return outcome.exit_code
 
 
