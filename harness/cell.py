@@ -18,12 +18,13 @@ from harness.facts import facts, hash_of
 from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
-from harness.judging import Docket, Judgement, ideal_recipe
+from harness.judging import Docket, Judgement
 from harness.layer_cell import run_layer
 from harness.layouts import lay_out
 from harness.lies import lying_rows
 from harness.machine import machine
 from harness.operands import Extras
+from harness.precision import ideal_recipe
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind, MaskRow, Record

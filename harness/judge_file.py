@@ -15,10 +15,11 @@ from torch import Tensor
 from harness.cost import kv_bytes_per_token
 from harness.dump import Dump
 from harness.error_model import BLACK_BOX
-from harness.judging import NO_EXACT, Docket, Judgement, check_budget, store_rows, taken
+from harness.judging import Docket, Judgement, check_budget, store_rows, taken
 from harness.machine import machine
 from harness.operands import Extras, check
 from harness.places import Place, by_head, by_position
+from harness.precision import NO_EXACT
 from harness.quantize import store
 from harness.query_rows import Rows, choose_rows
 from harness.recipe import Recipe

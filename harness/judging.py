@@ -28,13 +28,14 @@ from harness.compare import Target, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
 from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
-from harness.finite import all_finite, finite_or_zero
+from harness.finite import all_finite
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
 from harness.operands import Extras, check, shown
-from harness.quantize import Stored, quantize, store, three
+from harness.precision import NO_EXACT, Precision
+from harness.quantize import Stored, store, three
 from harness.query_rows import Rows, choose_rows, name_rows
-from harness.recipe import TENSORS, Recipe, Scaling, get_recipe
+from harness.recipe import TENSORS, Recipe, get_recipe
 from harness.records import Diagnosis, Errors, Hazard, HazardKind, Margins, Status
 from harness.sample import choose
 from harness.spec import AttentionSpec, rules_in_spec
@@ -44,9 +45,7 @@ from harness.twins import Twins
 from harness.verdict import YARDSTICK_LIMIT, Bench, Verdict
 
 _LOUD = (HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION)
-ONE_BIT = 2.0  # a recipe that errs by more than this × its floor has lost a bit to its scales
 _NEAR = 3.0  # e-folds
-NO_EXACT = "the exact inputs were not given; pass exact=(q, k, v), or quantize=True"
 
 
 @dataclass(frozen=True)
@@ -308,13 +307,10 @@ class Docket:
                 holds(y, x) for x, y in zip(self.exact, stored, strict=True)
             )  # BF16 inputs stored in BF16
             self.exact_truth = self.truth if same else self._truth([Stored(x) for x in self.exact])
-        self._ideal_truth = ideal_truth
         self._first_twin: Tensor | None = None
         self._expected: dict[Form, Expectation] = dict(expected or {})
         self._promises: dict[Form, Expectation] = {}
         self._totals: dict[int, Errors] = {}  # by the identity of a verdict: equal outputs share theirs
-        self._floors: dict[Form, tuple[float, float]] = {}
-        self._distances: tuple[float, float, float] | None = None  # size of the exact truth, two distances²
         self._exact: Target | None = None  # of total errors
         self._lse_target: Target | None = None
         self._lse: list[tuple[Tensor, Errors]] = []  # equal ones share their errors
@@ -322,6 +318,10 @@ class Docket:
         self._settings: dict[str, Setting] = {}
         self._storage = storage
         self._hazards: tuple[Hazard, ...] | None = None
+        self._precision = Precision(
+            recipe, stored, spec, extras, self.truth, self.exact, self.exact_truth,
+            lambda form: self.expected([form])[0], ideal_truth, self.long,
+        )  # fmt: skip
 
     def _truth(self, stored: Sequence[Stored], ranges: bool = False) -> Truth:
         q, k, v = stored
@@ -424,7 +424,7 @@ class Docket:
                 self._exact = self._exact or Target(self.exact_truth.out, self.recipe.out_format)
                 total = self._exact.errors(out)
                 self._totals[id(verdict)] = total
-        precision, why, floor = self.precision(form, total, budget)
+        precision, why, floor = self._precision.judged(form, total, self.hazards(), budget)
         rows = self.extras.rows
         errors, total, lse_errors = (self._renumbered(e) for e in (verdict.errors, total, lse_errors))
         assert errors is not None
@@ -561,95 +561,3 @@ class Docket:
                 found += predict(self.truth, self.recipe)
             self._hazards = tuple(found)
         return self._hazards
-
-    # --- precision ---------------------------------------------------------------------------------------------------
-
-    def precision(
-        self, form: Form, total: Errors | None, budget: float | None = None
-    ) -> tuple[Status, tuple[str, ...], float]:
-        """The recipe's status on these inputs, why, and its floor (see `Judgement`)."""
-        if self.exact_truth is None:
-            return Status.INCONCLUSIVE, (NO_EXACT,), math.nan
-        reasons = [reason for h in self.hazards() if (reason := ruinous(h, self.recipe))]
-        error, floor = self.floor(form)
-        if floor > 0 and error > ONE_BIT * floor:
-            reasons.append(
-                f"expected error {error:.3g} against the exact truth is {error / floor:.3g} × that of ideal scales"
-                f" ({floor:.3g}); more than {ONE_BIT:g} × is a bit lost"
-            )
-        if budget is not None and total is not None and not total.rel_l2 <= budget:
-            reasons.append(
-                f"rel_l2 {total.rel_l2:.3g} against the exact truth is over the budget {budget:.3g}"
-            )
-        if reasons:
-            return Status.FAIL, tuple(reasons), floor
-        (expected,) = self.expected([form])
-        if bool(torch.isinf(expected.variance).any()):
-            rows = int(torch.isinf(expected.variance).any(-1).sum())
-            return (
-                Status.INCONCLUSIVE,
-                (f"the recipe promises nothing for {rows} rows: no error can be expected",),
-                floor,
-            )
-        return Status.PASS, (f"expected error {error:.3g} against the exact truth, floor {floor:.3g}",), floor
-
-    def floor(self, form: Form) -> tuple[float, float]:
-        """`_floor`, once for each form."""
-        if form not in self._floors:
-            self._floors[form] = self._floor(form)
-        return self._floors[form]
-
-    def _floor(self, form: Form) -> tuple[float, float]:
-        """Expected rel_l2 against the exact truth of this recipe, and of one with ideal scales: E‖total‖² is the
-        distance of the two truths plus the kernel's variance. NaN where either is not finite."""
-        assert self.exact_truth is not None
-        (expected,) = self.expected([form])
-        variance = float(finite_or_zero(expected.variance).sum())
-        if self._distances is None:
-            exact = self.exact_truth.out
-            apart = [finite_or_zero(t - exact) for t in (self.truth.out, self.ideal_truth().out)]
-            size = float(finite_or_zero(exact).norm())
-            own, ideal = (float((x * x).sum()) for x in apart)
-            self._distances = (size, own, ideal)
-        size, own, ideal = self._distances
-        return (math.sqrt(variance + own) / size, math.sqrt(variance + ideal) / size) if size else (0.0, 0.0)
-
-    def ideal_truth(self) -> Truth:
-        """The stored truth under one amax scale a head for what is narrower than 16 bits: this one where the recipe has
-        scales from amax, or needs none."""
-        if self._ideal_truth is None:
-            ideal = ideal_recipe(self.recipe)
-            if ideal.storage_key == self.recipe.storage_key or self.exact is None:
-                self._ideal_truth = self.truth
-            else:
-                self._ideal_truth = self._truth(
-                    [
-                        store_narrow(x, n, ideal, None, True) if self.long else quantize(x, n, ideal)
-                        for x, n in zip(self.exact, TENSORS, strict=True)
-                    ]
-                )
-        return self._ideal_truth
-
-
-def ruinous(h: Hazard, recipe: Recipe) -> str:
-    """What a hazard says against the recipe, if anything: loud where values were lost, not where they only might."""
-    lost = h.kind in (HazardKind.OVERFLOW, HazardKind.NON_FINITE)
-    if h.stage in TENSORS:
-        scaling = recipe.scaling.get(h.stage)
-        fixed = scaling is None or scaling.source != "amax"
-        lost = lost or (h.kind is HazardKind.SATURATION and fixed)
-    elif h.kind is HazardKind.SATURATION:
-        lost = True
-    elif h.kind is HazardKind.FLUSH:
-        lost = h.lost_mass > get_format(h.format).unit_roundoff
-    return str(h) if lost else ""
-
-
-def ideal_recipe(recipe: Recipe) -> Recipe:
-    """The recipe with an amax scale a head for every tensor stored in fewer than 16 bits without one."""
-    scaling = dict(recipe.scaling)
-    for name in TENSORS:
-        narrow = get_format(recipe.storage[name]).storage_bits < 16
-        if narrow and (name not in scaling or scaling[name].source != "amax"):
-            scaling[name] = Scaling("head", "amax")
-    return replace(recipe, scaling=scaling) if scaling != dict(recipe.scaling) else recipe

@@ -23,13 +23,13 @@ from harness.error_model import WHOLE, Form, form_of
 from harness.error_model.layer import LayerExpectation, layer_expectations
 from harness.facts import facts, hash_of
 from harness.hazards import RangeLedger, predict, storage_hazards
-from harness.judging import ONE_BIT, ideal_recipe, ruinous
 from harness.layer_inputs import hash_layer, make_layer
 from harness.layer_judging import blame, judge_layer
 from harness.layer_store import StoredLayer, Weights, layer_recipe, store_layer, unstored
 from harness.layer_truth import LayerTruth, layer_reference
 from harness.machine import machine
 from harness.optional import MissingExtra
+from harness.precision import ONE_BIT, ideal_recipe, lost_bits, ruinous
 from harness.recipe import Recipe
 from harness.records import Record, Relation, Status
 from harness.spec import LayerSpec, Shape
@@ -195,8 +195,7 @@ def _precision(
     own, best = floor
     found: Sequence[str] = [said for h in outcome.hazards if (said := ruinous(h, recipe))]
     if best > 0 and own > ONE_BIT * best:
-        found = [*found, f"expected error {own:.3g} against the exact truth is {own / best:.3g} × that of ideal scales"
-                 f" ({best:.3g}); more than {ONE_BIT:g} × is a bit lost"]  # fmt: skip
+        found = [*found, lost_bits(own, best, "ideal scales")]
     if found:
         return Status.FAIL, tuple(found)
     if bool(torch.isinf(expected.variance).any()):

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.finite import argmax
+from harness.finite import argmax, finite_or_zero
 
 COUNTED_PAIRS = 2**20  # of a head, about: its histograms need no more
 _OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
@@ -35,7 +35,7 @@ class Peak:
     where: tuple[int, ...] | None = None
 
     def see(self, top: float, values: Tensor, at: Place, unit: float = 1.0) -> None:
-        """`top`: the largest magnitude of `values` `[rows, keys]`, NaN passed over; both are `unit` times what is
+        """`top`: the largest finite magnitude of `values` `[rows, keys]`; both are `unit` times what is
         noted."""
         if top / unit > self.value:
             i, j = divmod(argmax(values.abs() == top), values.shape[-1])
@@ -50,7 +50,9 @@ class Ranges:
     `row_sum`: l. `raw_square`: Σ(q·k)² over `pairs` visible pairs. `probs_count[e]` and `probs_mass[e]`: how many
     exp(s − m) lie in (2^−(e+1), 2^−e], and their share of the rows' denominators, summed over `rows`: those with a
     denominator that is finite and not 0. `exp_count[e]`: how many scores have ⌈s·log₂e⌉ = e, clipped to 0 … 1099
-    (NaN counts at 0).
+    (NaN and ±Inf count at 0).
+
+    What FP64 finds infinite comes of an input that is: no format is to blame. Peaks and sums pass it over, like NaN.
 
     Peaks and sums are of all visible pairs. Of a head with more than `COUNTED_PAIRS` the three histograms are those of
     evenly spaced rows, with `counted_pairs` visible pairs.
@@ -96,7 +98,10 @@ class Ranges:
             return None
         self.pairs += seen[0]
         self.counted_pairs += seen[1]
-        self.raw_square += float(x.flatten().dot(x.flatten())) / unit**2
+        square = float(x.flatten().dot(x.flatten()))
+        if not math.isfinite(square):
+            square = float(finite_or_zero(x).square().sum())
+        self.raw_square += square / unit**2
         low, high = extremes = _extremes(x)
         self.raw.see(max(-low, high), x, at, abs(unit))
         return extremes
@@ -114,7 +119,7 @@ class Ranges:
             self.score_max.see(high, x.clamp(min=0.0), at)
         taken = x[counted]
         octave = (taken * math.log2(math.e)).ceil_()
-        octave = octave.nan_to_num_(nan=0.0, posinf=_OCTAVES).clamp_(0, _OCTAVES - 1).flatten()
+        octave = octave.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0).clamp_(0, _OCTAVES - 1).flatten()
         self.exp_count += torch.bincount(octave.long(), minlength=_OCTAVES).double().cpu()
         self.exp_count[0] -= taken.numel() - seen  # hidden ones stand as 0
 
@@ -140,10 +145,8 @@ class Ranges:
 
 
 def _extremes(x: Tensor) -> tuple[float, float]:
-    """The smallest and the largest, NaN taken as 0."""
+    """The smallest and the largest, NaN and ±Inf taken as 0."""
     low, high = (float(y) for y in torch.aminmax(x))
-    if math.isnan(low):
-        low, high = (
-            float(y) for y in torch.aminmax(x.nan_to_num(nan=0.0, posinf=math.inf, neginf=-math.inf))
-        )
+    if not (math.isfinite(low) and math.isfinite(high)):
+        low, high = (float(y) for y in torch.aminmax(finite_or_zero(x)))
     return low, high
