@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-import traceback
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from harness.quantize import Stored
 from harness.recipe import Recipe
 from harness.records import Hazard, Relation, Status
 from harness.relations import relations
-from harness.result import Breach, Refusal
+from harness.result import Fallen, Refusal, tried
 from harness.spec import Shape
 from harness.truth import Truth
 
@@ -45,29 +44,40 @@ def attempt(
     """Run one implementation. Whatever it raises becomes an ERROR with its traceback: it is under test."""
     shape, spec = case.shape, case.spec
     ledger = RangeLedger(shape, recipe)
-    start = time.perf_counter()
-    try:
+
+    def run() -> tuple[Outcome, bool]:
+        start = time.perf_counter()
         implementation = registry.get(name)
         if refused := implementation.refusals(spec, shape, recipe, extras.given):
-            return Outcome(Status.REFUSED, tuple(refused))
+            return Outcome(Status.REFUSED, tuple(refused)), True
         result = implementation.run_stored(stored, spec, recipe, extras, watch=ledger)
         synchronise(device)
         run_ms = 1e3 * (time.perf_counter() - start)
         if wrong := _misshapen(result, shape):
-            return Outcome(Status.FAIL, wrong, run_ms=run_ms)
+            return Outcome(Status.FAIL, wrong, run_ms=run_ms), True
         related: tuple[Relation, ...] = ()
         if case.relations and seed == 0:  # what one draw shows, the others repeat
             with suppress(Refusal):  # of a part of the case, which has run
                 related = relations(name, result.out, stored, spec, recipe, extras, shape)
-    except Refusal as refusal:
-        return Outcome(Status.REFUSED, (str(refusal),))
-    except Breach as breach:
-        return Outcome(Status.FAIL, (str(breach),))
-    except Exception as error:
-        return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
-    foreseen = predict(truth, recipe, getattr(implementation, "subtracts_max", True))
-    hazards = (*foreseen, *ledger.hazards())
-    return Outcome(Status.PASS, (), result, hazards, run_ms=run_ms, relations=related)
+        given = Outcome(Status.PASS, (), result, run_ms=run_ms, relations=related)
+        return given, getattr(implementation, "subtracts_max", True)
+
+    found = tried(run)
+    if isinstance(found, Fallen):
+        return outcome_of(found)
+    given, subtracts_max = found
+    if given.result is None:
+        return given
+    return replace(given, hazards=(*predict(truth, recipe, subtracts_max), *ledger.hazards()))
+
+
+def outcome_of(given: Outcome | Fallen) -> Outcome:
+    """The same, of a run that may have fallen."""
+    return (
+        given
+        if isinstance(given, Outcome)
+        else Outcome(given.status, given.reasons, traceback=given.traceback)
+    )
 
 
 def _misshapen(result: Any, shape: Shape) -> tuple[str, ...]:

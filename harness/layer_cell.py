@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 import math
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from harness import registry
-from harness.attempt import Outcome
+from harness.attempt import Outcome, outcome_of
 from harness.attention.invariance import invariance
 from harness.attention.layer import Layer, LayerResult
 from harness.attention.layer_decode import decode, decoding_refusals
@@ -32,6 +31,7 @@ from harness.optional import MissingExtra
 from harness.precision import ONE_BIT, ideal_recipe, lost_bits, ruinous
 from harness.recipe import Recipe
 from harness.records import Record, Relation, Status
+from harness.result import tried
 from harness.spec import LayerSpec, Shape
 from harness.unit import Unit, is_emulated
 
@@ -110,15 +110,16 @@ def _run(
         RangeLedger(case.shape, recipe),
         RangeLedger(replace(case.shape, heads=1, kv_heads=1), layer_recipe(recipe)),
     )
-    start = time.perf_counter()
-    try:
+
+    def run() -> Outcome:
+        start = time.perf_counter()
         attention = registry.get(name)
         refused = (
             *attention.refusals(case.spec, case.shape, recipe, ()),
             *(() if layer.steps is None else decoding_refusals(recipe)),
         )
         if refused:
-            return Outcome(Status.REFUSED, refused), None
+            return Outcome(Status.REFUSED, refused)
         made = Layer(attention, case.shape, case.spec, layer, recipe, around, inside)
         related: tuple[Relation, ...] = ()
         if layer.steps is None:
@@ -131,14 +132,15 @@ def _run(
                     invariance(result.out[:, None], trained.out[:, None], recipe.out_format, "training form"),
                 )
         synchronise(stored.x.device)
-    except Exception as error:
-        return Outcome(
-            Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc()
-        ), None
-    run_ms = 1e3 * (time.perf_counter() - start)
+        run_ms = 1e3 * (time.perf_counter() - start)
+        return Outcome(Status.PASS, (), result, run_ms=run_ms, relations=related)
+
+    outcome = outcome_of(tried(run))
+    if outcome.result is None:
+        return outcome, None
+    result: LayerResult = outcome.result
     kept = storage_hazards(tuple(t.double() for t in result.projections), result.stored, recipe)
-    hazards = (*kept, *inside.hazards(), *around.hazards())
-    return Outcome(Status.PASS, (), result, hazards, run_ms=run_ms, relations=related), result
+    return replace(outcome, hazards=(*kept, *inside.hazards(), *around.hazards())), result
 
 
 def _judged(

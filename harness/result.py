@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from torch import Tensor
 
-from harness.records import Ran
+from harness.records import Ran, Status
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -28,3 +33,24 @@ class Refusal(ValueError):
 class Breach(RuntimeError):
     """What a kernel did that is wrong before any of its numbers is looked at: it wrote its inputs, or returned
     something of another type, shape or place than it should."""
+
+
+@dataclass(frozen=True)
+class Fallen:
+    """Why a call that was under test gave nothing: REFUSED, FAIL or ERROR, and where it was raised."""
+
+    status: Status
+    reasons: tuple[str, ...]
+    traceback: str = ""
+
+
+def tried(call: Callable[[], T]) -> T | Fallen:
+    """What `call` gives, or how it fell. Whatever code under test raises is its own doing and no other cell's."""
+    try:
+        return call()
+    except Refusal as refusal:
+        return Fallen(Status.REFUSED, (str(refusal),))
+    except Breach as breach:
+        return Fallen(Status.FAIL, (str(breach),))
+    except Exception as error:
+        return Fallen(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback.format_exc())

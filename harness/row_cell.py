@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import datetime
 import time
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from harness import registry
-from harness.attempt import Outcome
+from harness.attempt import Outcome, outcome_of
 from harness.by_head import parts_of, store_narrow, truth_by_head
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
@@ -30,7 +29,7 @@ from harness.quantize import Stored
 from harness.query_rows import Rows, choose_rows
 from harness.recipe import TENSORS, Recipe
 from harness.records import Record, Status
-from harness.result import Breach, Refusal, Result
+from harness.result import Result, tried
 from harness.sample import Sample
 from harness.truth import Truth
 from harness.unit import Unit, is_emulated
@@ -107,8 +106,9 @@ def _run(
 ) -> Outcome:  # fmt: skip
     """Whatever an implementation raises becomes an ERROR with its traceback: it is under test."""
     case = unit.case
-    start = time.perf_counter()
-    try:
+
+    def run() -> Outcome:
+        start = time.perf_counter()
         implementation = registry.get(name)
         if refused := implementation.refusals(case.spec, case.shape, recipe, problem.whole.given):
             return Outcome(Status.REFUSED, tuple(refused))
@@ -119,13 +119,9 @@ def _run(
         else:
             result = _whole(implementation, unit, recipe, problem, tensors)
         synchronise(use_device(unit.device))
-    except Refusal as refusal:
-        return Outcome(Status.REFUSED, (str(refusal),))
-    except Breach as breach:
-        return Outcome(Status.FAIL, (str(breach),))
-    except Exception as error:
-        return Outcome(Status.ERROR, (f"{type(error).__name__}: {error}",), traceback=traceback.format_exc())
-    return Outcome(Status.PASS, (), result, run_ms=1e3 * (time.perf_counter() - start))
+        return Outcome(Status.PASS, (), result, run_ms=1e3 * (time.perf_counter() - start))
+
+    return outcome_of(tried(run))
 
 
 def _alone(implementation: Any, unit: Unit, recipe: Recipe, problem: _Problem, stored: Three) -> Result:

@@ -21,7 +21,7 @@ from harness.operands import NO_EXTRAS
 from harness.quantize import store
 from harness.recipe import Recipe
 from harness.records import Status
-from harness.result import Breach, Refusal
+from harness.result import Fallen, tried
 from harness.spec import AttentionSpec, Shape
 from harness.timing.pairs import Paired, paired
 from harness.timing.sides import Checkout, Here, Problem, Ready, Side
@@ -127,15 +127,15 @@ class _Bench:
     def tried(self, side: Side, who: Contender) -> tuple[Ready | None, Judged]:
         """Run once, and judged. What a side raises is its own: it is under test."""
         stored = store(self.exact, who.recipe, round_first=True)
-        try:
+
+        def run() -> Ready:
             ready = side.ready(who.name, Problem(self.shape, self.spec, who.recipe, who.written, stored))
             synchronise(ready.out.device)
-        except Refusal as refused:
-            return None, Judged(Status.REFUSED, (str(refused),))
-        except Breach as breach:
-            return None, Judged(Status.FAIL, (str(breach),))
-        except Exception as error:
-            return None, Judged(Status.ERROR, (f"{type(error).__name__}: {error}".partition("\n")[0],))
+            return ready
+
+        ready = tried(run)
+        if isinstance(ready, Fallen):
+            return None, Judged(ready.status, tuple(x.partition("\n")[0] for x in ready.reasons))
         return ready, self._judged(who, stored, ready.out)
 
     @torch.no_grad()

@@ -8,7 +8,8 @@ nobody sees must change no bit. What is compared is bits, or the ceiling of the 
 from __future__ import annotations
 
 from harness.probes.each import PROBES, probes
-from harness.probes.runs import Output, Refusal, Run, of_algorithm, of_callable
+from harness.probes.runs import Output, Run, of_algorithm, of_callable
 from harness.probes.setting import Probe
+from harness.result import Refusal
 
 __all__ = ["PROBES", "Output", "Probe", "Refusal", "Run", "of_algorithm", "of_callable", "probes"]

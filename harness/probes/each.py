@@ -8,10 +8,11 @@ from typing import Any
 
 from harness.operands import NO_EXTRAS, Extras
 from harness.probes import pairs, values
-from harness.probes.runs import Refusal, Run, of_algorithm
-from harness.probes.setting import MOST_SCORES, Finding, NothingToAsk, Probe, Setting
+from harness.probes.runs import Run, of_algorithm
+from harness.probes.setting import MOST_SCORES, Finding, Probe, Setting
 from harness.recipe import Recipe, get_recipe
 from harness.records import Status
+from harness.result import Fallen, tried
 from harness.spec import AttentionSpec, Shape
 
 PROBES: dict[str, tuple[str, Callable[[Setting], Finding]]] = {
@@ -59,12 +60,11 @@ def probes(
 
 
 def _probe(name: str, what: str, ask: Callable[[Setting], Finding], setting: Setting) -> Probe:
-    try:
-        found = ask(setting)
-    except (NothingToAsk, Refusal) as reason:
-        return Probe(name, what, Status.REFUSED, detail=str(reason))
-    except Exception as error:  # whatever foreign code raises; the message is kept
-        first_line = str(error).partition("\n")[0]
-        return Probe(name, what, Status.FAIL, "an output", f"{type(error).__name__}: {first_line}")
+    found = tried(lambda: ask(setting))
+    if isinstance(found, Fallen):
+        (said,) = found.reasons
+        if found.status is Status.REFUSED:
+            return Probe(name, what, Status.REFUSED, detail=said)
+        return Probe(name, what, Status.FAIL, "an output", said.partition("\n")[0])
     outcome = Status.PASS if found.ok else Status.FAIL
     return Probe(name, what, outcome, found.expected, found.seen, found.where, found.detail)

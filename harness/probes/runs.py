@@ -15,6 +15,7 @@ from harness.error_model import BLACK_BOX, Form, form_of
 from harness.operands import Extras, check
 from harness.quantize import Stored
 from harness.recipe import TENSORS, Recipe
+from harness.result import Refusal
 from harness.spec import AttentionSpec
 
 Tensors = tuple[Stored, Stored, Stored]
@@ -25,10 +26,6 @@ class Output(NamedTuple):
 
     out: Tensor
     lse: Tensor | None = None
-
-
-class Refusal(Exception):
-    """The implementation does not claim to do this call; the message says why."""
 
 
 @dataclass(frozen=True)

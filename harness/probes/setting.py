@@ -18,6 +18,7 @@ from harness.probes.runs import Output, Run, Tensors
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.records import Status
+from harness.result import Refusal
 from harness.spec import AttentionSpec, Shape
 from harness.truth import Truth, reference
 
@@ -55,7 +56,7 @@ class Finding:
     detail: str = ""
 
 
-class NothingToAsk(Exception):
+class NothingToAsk(Refusal):
     """The options leave this probe nothing to ask."""
 
 
