@@ -14,7 +14,7 @@ from harness.case import Case
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
 from harness.error_model import Expectation, Form, expectations, form_of
-from harness.facts import facts, hash_of
+from harness.facts import facts, hash_of, visible_flops
 from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
@@ -46,12 +46,6 @@ class _Problem:
     truth: Truth
     truth_ms: float
 
-    @property
-    def flops(self) -> int:
-        """2·D for a score and 2·E for its P·V, per visible pair."""
-        assert self.truth.ranges is not None
-        return 2 * self.truth.ranges.pairs * (self.exact[0].shape[3] + self.exact[2].shape[3])
-
 
 @dataclass(frozen=True)
 class _Shared:
@@ -72,11 +66,7 @@ def run_unit(unit: Unit) -> list[Record]:
     if unit.case.rows is not None:
         return run_rows(unit)
     device = use_device(unit.device)
-    try:
-        inputs = make_inputs(unit.case, unit.seed)
-    except ValueError as error:
-        error.add_note(f"in case {unit.case.id}")
-        raise
+    inputs = make_inputs(unit.case, unit.seed)
     exact, extras = tuple(x.to(device) for x in inputs.tensors), inputs.extras.to(device)
     truth, ms = _truth(exact, unit.case, extras, device)
     problem = _Problem(inputs, exact, extras, truth, ms)
@@ -207,7 +197,7 @@ def _record(
         case=case.id, group=case.group, shape=str(case.shape), why=case.why, implementation=name,
         recipe=recipe.name, recipe_digest=recipe.digest, seed=unit.seed, hazards=outcome.hazards,
         traceback=outcome.traceback, emulated=is_emulated(name, recipe),
-        run_ms=outcome.run_ms, truth_ms=shared.truth_ms, flops=problem.flops,
+        run_ms=outcome.run_ms, truth_ms=shared.truth_ms, flops=visible_flops(problem.truth, case.shape),
         computed_flops=getattr(outcome.result, "flops", 0), kv_bytes_per_token=kv_bytes_per_token(case.shape, recipe),
         data=data, inputs_hash=problem.inputs.hash, machine=machine(unit.device),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

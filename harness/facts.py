@@ -25,6 +25,12 @@ def facts(truth: Truth, shape: Shape) -> dict[str, float]:
     }
 
 
+def visible_flops(truth: Truth, shape: Shape) -> int:
+    """2·D for a score and 2·E for its P·V, of each visible pair."""
+    assert truth.ranges is not None
+    return 2 * truth.ranges.pairs * (shape.head_dim + shape.E)
+
+
 def hash_of(out: torch.Tensor) -> str:
     """SHA-256 of an output's bytes."""
     return hashlib.sha256(out.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()

@@ -87,6 +87,9 @@ def make_inputs(case: Case, seed: int) -> Inputs:
         raise ValueError(
             f"case {case.id} draws {case.draw.kind!r} with wrong parameters: {first_line}"
         ) from None
+    except ValueError as error:
+        error.add_note(f"in case {case.id}")
+        raise
     drawn = draw_extras(case, source.generator)
     try:
         got, extras = check(q, k, v, case.spec, **drawn)

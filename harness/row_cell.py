@@ -20,7 +20,7 @@ from harness.by_head import parts_of, store_narrow, truth_by_head
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
 from harness.error_model import form_of
-from harness.facts import facts, hash_of
+from harness.facts import facts, hash_of, visible_flops
 from harness.inputs import Inputs, make_inputs
 from harness.judging import Docket, Judgement, store_rows, taken
 from harness.machine import machine
@@ -49,21 +49,12 @@ class _Problem:
     truth: Truth
     truth_ms: float
 
-    @property
-    def flops(self) -> int:
-        assert self.truth.ranges is not None
-        return 2 * self.truth.ranges.pairs * (self.exact[0].shape[3] + self.exact[2].shape[3])
-
 
 def run_rows(unit: Unit) -> list[Record]:
     """All cells of a unit, a recipe at a time: what one stores is gone before the next."""
     device, case = use_device(unit.device), unit.case
     assert case.rows is not None
-    try:
-        inputs = make_inputs(case, unit.seed)
-    except ValueError as error:
-        error.add_note(f"in case {case.id}")
-        raise
+    inputs = make_inputs(case, unit.seed)
     q, k, v = (x.to(device) for x in inputs.tensors)
     whole = inputs.extras.to(device)
     rows = choose_rows(q, k, case.spec, rows=case.rows, seed=unit.seed, kv_lens=whole.kv_lens).to(device)
@@ -158,7 +149,7 @@ def _record(
         recipe=recipe.name, recipe_digest=recipe.digest, seed=unit.seed, status=outcome.status,
         reasons=outcome.reasons, errors=None, total_errors=None, lse_errors=None, hazards=outcome.hazards,
         traceback=outcome.traceback, emulated=is_emulated(name, recipe), run_ms=outcome.run_ms, truth_ms=truth_ms,
-        flops=problem.flops, computed_flops=getattr(outcome.result, "flops", 0),
+        flops=visible_flops(problem.truth, case.shape), computed_flops=getattr(outcome.result, "flops", 0),
         kv_bytes_per_token=kv_bytes_per_token(case.shape, recipe), data=facts(problem.truth, case.shape),
         inputs_hash=problem.inputs.hash, output_hash="", machine=machine(unit.device),
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
