@@ -25,6 +25,7 @@ from torch import Tensor
 from harness.compare import unravel
 from harness.directions import Call
 from harness.likeness import Likeness, likest
+from harness.misread import misread
 from harness.part import Part, choose
 from harness.quantize import Stored
 from harness.records import Diagnosis
@@ -74,6 +75,12 @@ def diagnose(
     found = _best(suspects, part, tau)
     best, total = found[0] if found else None, trial.total
     if best is not None and best.gain > tau**2 and best.gain / total >= _least(trial, best):
+        if best.gain / total < MOST * best.suspect.explainable and _large(trial):
+            other = misread(
+                call, out, trial
+            )  # half of its error is what a lost block explains of one that is doubled
+            if other is not None and MOST * other.explained > best.gain / total:
+                return other
         rivals = tuple(f.suspect.name for f in found[1:] if _equal(best, f, tau))
         size = best.suspect.size
         if best.suspect.degrees and best.scope == "all":
@@ -82,14 +89,23 @@ def diagnose(
             best.suspect.name, best.what, size, best.gain**0.5, min(1.0, best.gain / total), rivals[:RIVALS]
         )
     return (
-        _alike(trial) or _row_by_row(trial, tau) or _few_elements(trial, part) or _nothing(best, trial, part)
+        _alike(trial)
+        or _row_by_row(trial, tau)
+        or _few_elements(trial, part)
+        or misread(call, out, trial)
+        or _nothing(best, trial, part)
     )
 
 
 def _least(trial: Trial, found: _Found) -> float:
     """The share a fault must explain of an error that is larger than what is expected of two honest runs: half of what
     it could if it were all that is wrong."""
-    return EXPLAINS * found.suspect.explainable if trial.total > 4 * trial.noise else 0.0
+    return EXPLAINS * found.suspect.explainable if _large(trial) else 0.0
+
+
+def _large(trial: Trial) -> bool:
+    """Whether the error is larger than what is expected of two honest runs."""
+    return trial.total > 4 * trial.noise
 
 
 def _few_elements(trial: Trial, part: Part) -> Diagnosis | None:

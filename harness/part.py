@@ -94,7 +94,7 @@ def choose(call: Call, out: Tensor) -> Part:
     shape = call.shape
     row = max(1, shape.S)
     if row > LONG:  # one kv head and so few rows that a hundred suspects take a minute
-        return _of_long(call, out)
+        return of_one_head(call, out, max(1, LONG_PAIRS // (shape.S * shape.group)))
     count = min(shape.q_len, max(LEAST, PAIRS // (row * max(1, shape.batch * shape.heads))))
     share = _share(call, out)
     rows = _rows(call, share, count)
@@ -109,10 +109,10 @@ def choose(call: Call, out: Tensor) -> Part:
     return Part(batches, heads, slice(first, first + kv), rows, keys, spec, call.extras.rows)
 
 
-def _of_long(call: Call, out: Tensor) -> Part:
-    """The rows of one sequence and kv head that err most, all keys with them."""
+def of_one_head(call: Call, out: Tensor, count: int) -> Part:
+    """So many rows of the sequence and kv head that err most, all keys with them."""
     shape = call.shape
-    count = min(shape.q_len, max(1, LONG_PAIRS // (shape.S * shape.group)))
+    count = min(shape.q_len, count)
     e = (out.double() - call.truth.out).square().nan_to_num(0.0, 0.0, 0.0).sum((2, 3))
     b, h = divmod(int(e.argmax()), shape.heads)
     kv = h // shape.group

@@ -76,6 +76,7 @@ class Setting:
 
     def __init__(self, part: Part, call: Call, stored: tuple[Stored, Stored, Stored]) -> None:
         self.part, self.call = part, part.call(call)
+        self.of, self.whole = call, stored
         q, k, v = (part.stored(x, name) for x, name in zip(stored, "qkv", strict=True))
         self.stored, self.truth = (q, k, v), self.call.truth.out
         whole = call.truth.out
