@@ -42,6 +42,7 @@ class Status(enum.Enum):
         return member
 
     advice: str
+    __hash__ = object.__hash__  # members are single: Enum's own, of the name, runs in Python and is met often
 
 
 class HazardKind(enum.Enum):
@@ -82,6 +83,7 @@ class HazardKind(enum.Enum):
         return member
 
     advice: str
+    __hash__ = object.__hash__  # members are single: Enum's own, of the name, runs in Python and is met often
 
 
 @dataclass(frozen=True, slots=True)

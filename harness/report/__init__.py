@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from harness.deviations import Review
-from harness.files import write_atomically
+from harness.files import write_atomically, write_lines_atomically
 from harness.optional import MissingExtra
 from harness.records import Record
 from harness.report.changes import Changes, changes
@@ -62,9 +62,9 @@ def write_report(records: Iterable[Record], review: Review, folder: Path) -> Rep
     report = _with_figure(summary(records, review), folder / FIGURE)
     records = latest(records)
     write_atomically(folder / "report.md", to_markdown(report))
-    write_atomically(folder / "cells.csv", cells_csv(records, review))
-    write_atomically(folder / "cases.csv", cases_csv(records))
-    write_atomically(folder / "hazards.csv", hazards_csv(records))
+    write_lines_atomically(folder / "cells.csv", cells_csv(records, review))
+    write_lines_atomically(folder / "cases.csv", cases_csv(records))
+    write_lines_atomically(folder / "hazards.csv", hazards_csv(records))
     return report
 
 
