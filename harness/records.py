@@ -375,7 +375,7 @@ def iter_records(path: Path | str) -> Iterator[Record]:
     from pydantic import ValidationError
 
     validate, known = _adapter().validator.validate_json, {SCHEMA}
-    with Path(path).open("rb") as file:
+    with Path(path).open("rb", buffering=2**16) as file:
         for number, line in enumerate(file, 1):
             # A record ends with its newline: what follows the last one was cut off while it was written.
             if not line.endswith(b"\n") or line.isspace():

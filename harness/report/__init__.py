@@ -26,9 +26,10 @@ from harness.report.tables import latest, summary
 from harness.report.text import to_text
 from harness.report.throughput import timings_markdown, timings_text
 from harness.report.timings import Context, Timing, read_context, read_timings
-from harness.report.tradeoff import tradeoff_figure
+from harness.report.tradeoff import plot
 
 FIGURE = "tradeoff.svg"
+NOT_DRAWN = "the trade-off plot was not drawn: python -m harness report --plots draws it"
 
 __all__ = [
     "Changes",
@@ -55,12 +56,17 @@ __all__ = [
 ]
 
 
-def write_report(records: Iterable[Record], review: Review, folder: Path) -> Report:
+def write_report(records: Iterable[Record], review: Review, folder: Path, plots: bool = True) -> Report:
     """Write report.md, cells.csv, cases.csv, hazards.csv and, where recipes can be compared and matplotlib is there,
-    tradeoff.svg into `folder`, each whole or not at all. Returns what was rendered."""
+    tradeoff.svg into `folder`, each whole or not at all. Returns what was rendered.
+
+    Without `plots` nothing is drawn, which takes longer than all else of a small report; a plot of the same points,
+    which a run drew, stays.
+    """
     records = list(records)
-    report = _with_figure(summary(records, review), folder / FIGURE)
-    records = latest(records)
+    report = _with_figure(summary(records, review), folder / FIGURE, plots)
+    if report.headline.repeated:
+        records = latest(records)
     write_atomically(folder / "report.md", to_markdown(report))
     write_lines_atomically(folder / "cells.csv", cells_csv(records, review))
     write_lines_atomically(folder / "cases.csv", cases_csv(records))
@@ -68,17 +74,19 @@ def write_report(records: Iterable[Record], review: Review, folder: Path) -> Rep
     return report
 
 
-def _with_figure(report: Report, path: Path) -> Report:
-    """The report, which says where its plot is or why there is none. A plot of an earlier report goes."""
-    figure, note = None, ""
-    try:
-        figure = tradeoff_figure(report.tradeoff)
-    except MissingExtra as error:
-        note = str(error)
-    if figure is None:
+def _with_figure(report: Report, path: Path, draw: bool) -> Report:
+    """The report, which says where its plot is or why there is none. A plot of other points goes."""
+    content = plot(report.tradeoff)
+    note = "" if content is None else NOT_DRAWN
+    if content is not None and draw:
+        try:
+            write_atomically(path, content.svg())
+        except MissingExtra as error:
+            note = str(error)
+    there = content is not None and content.is_in(path)
+    if not there:
         path.unlink(missing_ok=True)
-    else:
-        write_atomically(path, figure)
     if report.tradeoff is None:
         return report
-    return replace(report, tradeoff=replace(report.tradeoff, figure=path.name if figure else "", note=note))
+    figure, note = (path.name, "") if there else ("", note)
+    return replace(report, tradeoff=replace(report.tradeoff, figure=figure, note=note))
