@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from harness.deviations import Review
 from harness.files import write_atomically, write_lines_atomically
@@ -17,17 +19,32 @@ from harness.optional import MissingExtra
 from harness.records import Record
 from harness.report.changes import Changes, changes
 from harness.report.csv_files import cases_csv, cells_csv, hazards_csv
-from harness.report.document import to_document
-from harness.report.github import comment, job_summary
-from harness.report.junit import to_junit
 from harness.report.markdown import to_markdown
 from harness.report.model import Report
 from harness.report.tables import latest, summary
 from harness.report.text import to_text
-from harness.report.throughput import timings_markdown, timings_text
-from harness.report.timings import Context, Timing, read_context, read_timings
 from harness.report.tradeoff import plot
 
+if TYPE_CHECKING:
+    from harness.report.document import to_document
+    from harness.report.github import comment, job_summary
+    from harness.report.junit import to_junit
+    from harness.report.throughput import timings_markdown, timings_text
+    from harness.report.timings import Context, Timing, read_context, read_timings
+
+# What only some commands use, and is loaded by its first use (PEP 562).
+_LATER = {
+    "to_document": "document",
+    "comment": "github",
+    "job_summary": "github",
+    "to_junit": "junit",
+    "timings_markdown": "throughput",
+    "timings_text": "throughput",
+    "Context": "timings",
+    "Timing": "timings",
+    "read_context": "timings",
+    "read_timings": "timings",
+}
 FIGURE = "tradeoff.svg"
 NOT_DRAWN = "the trade-off plot was not drawn: python -m harness report --plots draws it"
 
@@ -54,6 +71,14 @@ __all__ = [
     "to_text",
     "write_report",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(f"{__name__}.{_LATER[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def write_report(records: Iterable[Record], review: Review, folder: Path, plots: bool = True) -> Report:
