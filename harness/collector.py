@@ -18,3 +18,14 @@ def no_collection() -> Iterator[None]:
     finally:
         if collecting:
             gc.enable()
+
+
+def leave_to_the_system(kept: object) -> None:
+    """For a program that is about to end: the system takes `kept` back with the process, in no time. Python would free
+    its objects one by one, after a last pass through all there are.
+
+    The ring is never collected, since all that is there now is taken out of collections.
+    """
+    ring = [kept]
+    ring.append(ring)
+    gc.freeze()

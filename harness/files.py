@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import IO
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -15,11 +17,24 @@ def write_atomically(path: Path, text: str) -> None:
 
 def write_bytes_atomically(path: Path, data: bytes) -> None:
     """`write_atomically`, for bytes."""
+    with _replacing(path) as file:
+        file.write(data)
+
+
+def write_lines_atomically(path: Path, lines: Iterable[str]) -> None:
+    """`write_atomically`, for lines with their ends: they are never held as one text."""
+    with _replacing(path) as file:
+        file.writelines(line.encode() for line in lines)
+
+
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file that takes the place of `path` once all of it is on the disk, or never."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp gives 0600, which a CI artifact step cannot read

@@ -42,6 +42,7 @@ class Status(enum.Enum):
         return member
 
     advice: str
+    __hash__ = object.__hash__  # members are single: Enum's own, of the name, runs in Python and is met often
 
 
 class HazardKind(enum.Enum):
@@ -82,6 +83,7 @@ class HazardKind(enum.Enum):
         return member
 
     advice: str
+    __hash__ = object.__hash__  # members are single: Enum's own, of the name, runs in Python and is met often
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +375,7 @@ def iter_records(path: Path | str) -> Iterator[Record]:
     from pydantic import ValidationError
 
     validate, known = _adapter().validator.validate_json, {SCHEMA}
-    with Path(path).open("rb") as file:
+    with Path(path).open("rb", buffering=2**16) as file:
         for number, line in enumerate(file, 1):
             # A record ends with its newline: what follows the last one was cut off while it was written.
             if not line.endswith(b"\n") or line.isspace():

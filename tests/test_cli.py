@@ -18,7 +18,8 @@ from record_factory import errors, record, refused
 
 from harness.cli import main, progress
 from harness.gate import read_baseline
-from harness.records import Status, read_records, write_records
+from harness.recipe import RECIPES
+from harness.records import Record, Status, read_records, write_records
 
 ROOT = Path(__file__).resolve().parent.parent
 QUICK = ("--cases", "smoke", "--only", "smoke/causal-*", "-i", "naive_masked", "-r", "bf16", "--jobs", "1")
@@ -389,6 +390,28 @@ def test_records_that_stand_twice_in_a_file_count_once(call: Call, tmp_path: Pat
     assert "1 record left out: a later one of the same cell and device counts instead" in done.out
 
 
+def two_recipes() -> list[Record]:
+    """What a plot of accuracy beside cost can be drawn of."""
+    return [record(recipe=name, recipe_digest=RECIPES[name].digest) for name in ("bf16", "fp8_e4m3")]
+
+
+def test_report_draws_the_trade_off_where_plots_are_asked_for_and_keeps_it_later(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_records(tmp_path / "r", two_recipes())
+    done = call("report", "r")
+    assert done.code == 0
+    assert "python -m harness report --plots draws it" in done.out
+    assert not (tmp_path / "tradeoff.svg").exists()
+    for options in (["--plots"], []):
+        assert "hazards.csv, tradeoff.svg\n" in call("report", "r", *options).out
+        assert (tmp_path / "tradeoff.svg").exists()
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    done = call("report", "r", "--plots")
+    assert done.code == 2
+    assert done.err.startswith("error: --plots needs matplotlib, which is not installed: pip install")
+
+
 def test_gate_runs_the_smoke_cases_when_no_records_are_given(call: Call, tmp_path: Path) -> None:
     assert call("gate", "--update", *QUICK[2:]).code == 0
     (path,) = (tmp_path / "reports/baselines").iterdir()
@@ -422,7 +445,7 @@ def test_log_gets_a_line_every_ten_seconds_and_a_last_one(
 
 
 def test_light_commands_load_neither_torch_nor_numpy(tmp_path: Path) -> None:
-    write_records(tmp_path / "r.jsonl", [record()])
+    write_records(tmp_path / "r.jsonl", two_recipes())
     script = """
 import contextlib, io, sys
 def check(what):

@@ -176,6 +176,14 @@ def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path: Path) -> None
     assert os.listdir(tmp_path) == ["f"]
 
 
+def test_lines_that_end_in_an_error_leave_the_old_file(tmp_path: Path) -> None:
+    files.write_lines_atomically(tmp_path / "f", ["é\n", "b\n"])
+    with pytest.raises(UnicodeEncodeError):
+        files.write_lines_atomically(tmp_path / "f", ["new\n", "\ud800"])
+    assert (tmp_path / "f").read_bytes() == "é\nb\n".encode()
+    assert os.listdir(tmp_path) == ["f"]
+
+
 def test_written_file_can_be_read_by_others_and_folders_are_made(tmp_path: Path) -> None:
     files.write_atomically(tmp_path / "a" / "b", "x\n")
     assert (tmp_path / "a" / "b").read_bytes() == b"x\n"

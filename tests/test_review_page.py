@@ -44,6 +44,19 @@ seen.folded = document.querySelectorAll("details:not([open])").length;
 const boxed = ".scroll, .chart, pre, .skip";
 seen.wide = [...document.querySelectorAll("body *")].filter((e) => !e.closest(boxed))
   .filter((e) => e.getBoundingClientRect().right > innerWidth).map((e) => e.outerHTML.slice(0, 90));
+// Captions stay in sight, at both ends of their tables, which they do not make wider.
+seen.captions = { wide: 0, cut: [] };
+for (const box of document.querySelectorAll(".scroll")) {
+  const caption = box.querySelector("caption span");
+  if (!box.offsetParent) continue;
+  seen.captions.wide += box.scrollWidth > box.clientWidth;
+  for (const place of [0, box.scrollWidth]) {
+    box.scrollLeft = place;
+    const { left, right, width } = caption.getBoundingClientRect(), edge = box.getBoundingClientRect();
+    if (!width || left < edge.left - 1 || right > edge.right + 1) seen.captions.cut.push([caption.textContent, place]);
+  }
+  box.scrollLeft = 0;
+}
 seen.scrolls = root.scrollWidth > root.clientWidth;
 dispatchEvent(new Event("afterprint"));
 parent.postMessage(JSON.stringify(seen), "*");
@@ -152,6 +165,14 @@ def test_a_phone_needs_no_sideways_scrolling(phone: dict[str, object]):
     assert phone["width"] == 390
     assert phone["wide"] == []
     assert not phone["scrolls"]
+
+
+def test_captions_of_wide_tables_stay_in_sight_on_a_phone(phone: dict[str, object]):
+    """They were as wide as their tables, and cut."""
+    captions = phone["captions"]
+    assert isinstance(captions, dict)
+    assert captions["cut"] == []
+    assert captions["wide"] > 0
 
 
 def test_paper_shows_what_is_folded_away(phone: dict[str, object]):

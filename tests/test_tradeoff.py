@@ -116,3 +116,25 @@ def test_errors_that_no_figure_covers_leave_their_recipe_out_of_the_plot(tmp_pat
     assert report.tradeoff is not None
     assert math.isnan(next(r for r in report.tradeoff.rows if r.recipe == "fp16").total.rel_l2)
     assert "fp16</text>" not in (tmp_path / "tradeoff.svg").read_text(encoding="utf-8")
+
+
+def test_a_report_without_plots_says_how_to_draw_one_and_keeps_that_of_the_same_figures(tmp_path: Path):
+    records = [made("bf16"), made("fp8_e4m3", rel=2e-3)]
+    svg, told = tmp_path / "tradeoff.svg", tmp_path / "report.md"
+
+    def written(*given: Record, plots: bool) -> Report:
+        return write_report(given, reviewed(list(given)), tmp_path, plots=plots)
+
+    report = written(*records, plots=False)
+    assert report.tradeoff is not None
+    assert report.tradeoff.note.endswith("--plots draws it")
+    assert "--plots draws it" in told.read_text(encoding="utf-8")
+    assert not svg.exists()
+    drawn = written(*records, plots=True)
+    then = svg.read_bytes(), told.read_bytes()
+    assert written(*records, plots=False).tradeoff == drawn.tradeoff
+    assert (svg.read_bytes(), told.read_bytes()) == then
+    other = written(records[0], made("fp8_e4m3", rel=3e-3), plots=False)  # the plot would tell other figures
+    assert other.tradeoff is not None
+    assert other.tradeoff.figure == ""
+    assert not svg.exists()

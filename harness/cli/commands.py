@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,12 @@ from harness import registry
 from harness.case import cases_folder, load_cases
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
-from harness.cli.outputs import outputs, take
+from harness.cli.outputs import F, outputs, take
 from harness.cli.reporting import refuse_baseline, report_records, report_throughput
 from harness.cli.running import run_cells
 from harness.cli.selection import filters, select
+from harness.collector import leave_to_the_system, no_collection
+from harness.optional import MissingExtra, need
 from harness.recipe import RECIPES
 from harness.records import read_records
 
@@ -60,6 +63,11 @@ def _what(e: registry.Entry) -> str:
     return f"{e.summary}; not here: {reason}" if reason else e.summary
 
 
+def _plots(default: bool) -> Callable[[F], F]:
+    told = "Draw tradeoff.svg: accuracy beside cost."
+    return click.option("--plots/--no-plots", default=default, show_default=True, help=told)
+
+
 @cli.command(short_help="Run implementations × recipes on cases, and report.")
 @filters
 @click.option("--out", type=FOLDER, default=LATEST, show_default=True, help="Where records and report go.")
@@ -69,36 +77,52 @@ def _what(e: registry.Entry) -> str:
     help="Go on with a run that was killed: keep its records in --out, of what is selected now.",
 )
 @click.option("--report/--no-report", "reported", default=True, help="Print the report at the end.")
+@_plots(True)
 @outputs
-def run(out: Path, resume: bool, reported: bool, **chosen: Any) -> int:
+def run(out: Path, resume: bool, reported: bool, plots: bool, **chosen: Any) -> int:
     """Run implementations × recipes on cases, record every cell, and report.
 
     Options that take a NAME may be repeated, or take several with commas.
     """
     more = take(chosen)
-    return report_records(run_cells(out / RECORDS, select(**chosen), resume), out, reported, more=more)
+    records = run_cells(out / RECORDS, select(**chosen), resume)
+    return report_records(records, out, reported, more=more, plots=plots)
 
 
 @cli.command(short_help="Report stored records or timings again.")
 @click.argument("path", type=FILE, default=LATEST / RECORDS)
 @click.option("--out", type=FOLDER, default=None, help="Where the report goes.  [default: beside PATH]")
 @click.option("--throughput", type=FILE, default=None, help="A pytest-benchmark JSON file, instead of PATH.")
+@_plots(False)
 @outputs
-def report(path: Path, out: Path | None, throughput: Path | None, **chosen: Any) -> int:
-    """Report stored records again, or stored timings with --throughput."""
+def report(path: Path, out: Path | None, throughput: Path | None, plots: bool, **chosen: Any) -> int:
+    """Report stored records again, or stored timings with --throughput. A plot that a run drew of the same figures
+    stays; --plots draws it."""
     more = take(chosen)
+    if plots:  # asked for, so that a report without them would not do
+        _need("--plots", "report", "matplotlib")
     if throughput is not None:
         return report_throughput(throughput, out or throughput.parent)
     if not path.exists():
         raise ValueError(
             f"{path} does not exist; give a records file, or make one with `python -m harness run`"
         )
+    with no_collection():
+        try:
+            records = read_records(path)
+        except ValueError:
+            refuse_baseline(path)
+            raise
+        code = report_records(records, out or path.parent, source=path, more=more, plots=plots)
+        leave_to_the_system(records)
+    return code
+
+
+def _need(what: str, extra: str, *modules: str) -> None:
     try:
-        records = read_records(path)
-    except ValueError:
-        refuse_baseline(path)
-        raise
-    return report_records(records, out or path.parent, source=path, more=more)
+        need(what, extra, *modules)
+    except MissingExtra as error:
+        raise ValueError(str(error)) from None
 
 
 @cli.command(short_help="Hold the FP64 truth against ball arithmetic.")
@@ -109,12 +133,7 @@ def report(path: Path, out: Path | None, throughput: Path | None, **chosen: Any)
 def certify(cases: str, out: Path) -> int:
     """Hold the FP64 truth of every small case against ball arithmetic (needs the certify extra); exit 1 where it is not
     inside."""
-    from harness.optional import MissingExtra, need
-
-    try:
-        need("certify", "certify")
-    except MissingExtra as error:
-        raise ValueError(str(error)) from None
+    _need("certify", "certify")
     chosen = load_cases([c.strip() for c in cases.split(",")])
     from harness.certify import certify_cases
     from harness.cli.progress import progress

@@ -59,15 +59,15 @@ class Outputs:
 
     def write(self, records: Sequence[Record], review: Review, report: Report) -> list[Path]:
         """Write each. Returns the files."""
+        import harness.report as made_by  # whose functions are loaded as they are met
         from harness.files import write_atomically
-        from harness.report import comment, job_summary, to_document, to_junit
 
         changed = self._changes(records)
         made: tuple[tuple[Path | None, Callable[[], str]], ...] = (
-            (self.json, lambda: to_document(report, records, review)),
-            (self.junit, lambda: to_junit(records, review)),
-            (self.summary, lambda: job_summary(report, changed)),
-            (self.comment, lambda: comment(report, changed)),
+            (self.json, lambda: made_by.to_document(report, records, review)),
+            (self.junit, lambda: made_by.to_junit(records, review)),
+            (self.summary, lambda: made_by.job_summary(report, changed)),
+            (self.comment, lambda: made_by.comment(report, changed)),
         )
         written = []
         for path, text in made:

@@ -25,16 +25,17 @@ def report_records(
     shown: bool = True,
     source: Path | None = None,
     more: Outputs | None = None,
+    plots: bool = True,
 ) -> int:
     """Write the report into `out` and what `more` asks for, print it, and judge the run. `source`: the file the records
-    come from."""
+    come from. `plots`: draw what is drawn."""
     from harness.report import latest, to_text, write_report
 
     if not records:
         return nothing_ran("" if source is None else why_empty(source))
     with no_collection():
         reviewed = _reviewed(latest(records))
-        made = write_report(records, reviewed, out)
+        made = write_report(records, reviewed, out, plots)
         written = (more or Outputs()).write(records, reviewed, made)
         if shown:
             click.echo(to_text(made))

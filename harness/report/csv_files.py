@@ -1,21 +1,25 @@
 """Every record, case and hazard as CSV, for spreadsheets and scripts. Columns follow the records' own fields.
 
-Figures have 7 digits, hashes 16: the records hold all. What a case says once stands in cases.csv alone.
+Figures have 7 digits, hashes 16: the records hold all. What a case says once stands in cases.csv alone. Text is one
+line of printable characters, as everywhere in a report. Files come as lines, the header first: one of 50 MB need not
+be held as one text.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import lru_cache
-from operator import attrgetter
+from itertools import chain
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from harness.deviations import Review
-from harness.records import Errors, Hazard, Machine, Margins, Record, Status
+from harness.records import Errors, Hazard, HazardKind, Machine, Margins, Record, Status
+from harness.report.words import clean
 
 # A spreadsheet runs a cell that starts with one of these as a formula (OWASP, "CSV injection").
-_FORMULA = tuple("=+-@\t\r\n＝＋－＠")
+_FORMULA = tuple("=+-@＝＋－＠")
 _CASE = ("case", "group", "shape", "why", "source", "case_digest")
 _HASHES = ("inputs_hash", "output_hash")
 _TRUTHS = (("errors", "kernel"), ("total_errors", "total"), ("lse_errors", "lse"))
@@ -25,8 +29,8 @@ _FORMATS = {"float": "%.7g", "int": "%d", "bool": "%s"}
 class _Numbers:
     """The numeric fields of a dataclass, so that a field added to a record is a new column."""
 
-    def __init__(self, cls: type[Any], *left_out: str) -> None:
-        fields = [f for f in dataclasses.fields(cls) if f.type in _FORMATS and f.name not in left_out]
+    def __init__(self, cls: type[Any]) -> None:
+        fields = [f for f in dataclasses.fields(cls) if f.type in _FORMATS]
         self.names = tuple(f.name for f in fields)
         self.template = ",".join(_FORMATS[str(f.type)] for f in fields)
         self.blank = "," * (len(fields) - 1)
@@ -43,12 +47,22 @@ class _Facts:
         self.names = tuple(names)
         self.template = ",".join(["%.7g"] * len(self.names))
         self.blank = "," * (len(self.names) - 1)
+        self._values: Callable[[Any], Any] = itemgetter(*self.names) if self.names else lambda _: ()
 
     def __call__(self, given: Mapping[str, float]) -> str:
         try:
-            return self.template % tuple([given[name] for name in self.names])
+            shown: str = self.template % self._values(given)
+            return shown
         except KeyError:
             return ",".join(f"{given[name]:.7g}" if name in given else "" for name in self.names)
+
+
+class _Texts(dict[str, str]):
+    """Text as a field; names and reasons repeat in many rows, and each is looked at once."""
+
+    def __missing__(self, text: str) -> str:
+        made = self[text] = inert(text)
+        return made
 
 
 _UNSEEN = _Facts(("shrink", "scale"))
@@ -61,32 +75,28 @@ _TEXTS = tuple(
 _MACHINE = tuple(f.name for f in dataclasses.fields(Machine) if f.type == "str")
 _machine: Callable[[Machine], tuple[str, ...]] = attrgetter(*_MACHINE)
 _texts: Callable[[Record], tuple[str, ...]] = attrgetter(*_TEXTS)
+_case: Callable[[Record], tuple[str, ...]] = attrgetter(*_CASE)
 _identity = attrgetter("case", "implementation", "recipe", "seed", "machine.device")
+# An enum's own .value is ten times as slow.
 _STATUS: dict[Status | None, str] = {None: "", **{status: status.value for status in Status}}
-_TOLD: dict[Status | None, bool] = {None: True, **{status: status is not Status.PASS for status in Status}}
+_KIND = {kind: kind.value for kind in HazardKind}
+_QUIET = (None, Status.PASS)  # with nothing to tell
 
 
-@lru_cache(4096)  # names and reasons repeat in many rows
 def inert(text: str) -> str:
     """Text as a CSV field that a spreadsheet shows and does not run."""
-    text = text.replace("\r\n", "\n").replace("\r", "\n")
-    if text.startswith(_FORMULA) or text.lstrip().startswith(_FORMULA):
+    text = clean(text)
+    if text.startswith(_FORMULA):
         text = f"'{text}"
-    quoted = "," in text or '"' in text or "\n" in text
-    return '"' + text.replace('"', '""') + '"' if quoted else text
+    return '"' + text.replace('"', '""') + '"' if "," in text or '"' in text else text
 
 
-@lru_cache(65536)  # what a cell is called and how it ended: its seeds, or its recipe's, share most of it
-def _row(texts: tuple[str, ...]) -> str:
-    return ",".join(map(inert, texts))
-
-
-def cells_csv(records: Iterable[Record], review: Review) -> str:
+def cells_csv(records: Iterable[Record], review: Review) -> Iterator[str]:
     """One row per record: status, its reasons unless it passed, the figures of each truth, margins, diagnosis,
     precision, timing, machine. Figures that are not finite are `nan`, `inf`, `-inf`; those that a record lacks are
     empty."""
     records = list(records)
-    facts = _Facts(dict.fromkeys(name for r in records for name in r.data))
+    facts = _Facts(dict.fromkeys(chain.from_iterable(r.data for r in records)))
     known = {_identity(r): d.reason for r, d in review.known}
     header = [*_TEXTS, "status", "known", "reasons", "exception", "precision", "precision_reasons"]
     header += ["fault", "rivals", "fault_size", "fault_explained", "worst_at", "direction", *_MARGINS.names]
@@ -95,66 +105,58 @@ def cells_csv(records: Iterable[Record], review: Review) -> str:
         header += [f"{prefix}_{name}" for name in (*_ERRORS.names, "worst_bhic")]
     header += [*_HASHES, *(f"machine_{name}" if name in _TEXTS else name for name in _MACHINE)]
     header += [f"data_{name}" for name in facts.names]
-    return _csv(header, [_cell(r, known.get(_identity(r), ""), facts) for r in records])
+    texts = _Texts()
+    yield _line(map(inert, header))
+    for r in records:
+        yield _line(_cell(r, known.get(_identity(r), "") if known else "", facts, texts))
 
 
-def _cell(record: Record, known: str, facts: _Facts) -> str:
-    status, precision = record.status, record.precision
-    reasons = "; ".join(record.reasons) if _TOLD[status] else ""
-    why = "; ".join(record.precision_reasons) if _TOLD[precision] else ""
-    exception = record.traceback.strip().rpartition("\n")[2] if record.traceback else ""
-    texts = (*_texts(record), _STATUS[status], known, reasons, exception, _STATUS[precision], why)
-    observed = [h.source for h in record.hazards].count("observed")
-    parts = [_row(texts), _diagnosis(record), _margins(record.margins), _NUMBERS(record)]
-    parts.append(f"{len(record.hazards)},{observed}")
+def _cell(record: Record, known: str, facts: _Facts, texts: _Texts) -> list[str]:
+    """Parts of a row, each of one or more fields."""
+    text = texts.__getitem__
+    status, precision, margins, hazards = record.status, record.precision, record.margins, record.hazards
+    parts = [*map(text, _texts(record)), _STATUS[status], text(known)]
+    parts.append("" if status in _QUIET else text("; ".join(record.reasons)))
+    parts.append(text(record.traceback.strip().rpartition("\n")[2]) if record.traceback else "")
+    parts += (_STATUS[precision], "" if precision in _QUIET else text("; ".join(record.precision_reasons)))
+    d = record.diagnosis
+    parts.append(
+        ",,," if d is None
+        else f"{text(d.fault)},{text(', '.join(d.rivals))},{d.size:.7g},{d.explained:.7g}"
+    )  # fmt: skip
+    parts += (
+        ("", "", _MARGINS.blank, _UNSEEN.blank) if margins is None
+        else (text(margins.worst_at), text(margins.direction), _MARGINS(margins), _UNSEEN(margins.unseen))
+    )  # fmt: skip
+    observed = [h.source for h in hazards].count("observed") if hazards else 0
+    parts += (_NUMBERS(record), f"{len(hazards)},{observed}")
     for errors in (record.errors, record.total_errors, record.lse_errors):
         parts += (_ERRORS(errors), "" if errors is None else _place(errors.worst))
-    parts += (_hash(record.inputs_hash), _hash(record.output_hash), _row(_machine(record.machine)))
+    for digest in (record.inputs_hash[:16], record.output_hash[:16]):
+        parts.append(digest if digest.isalnum() else inert(digest))
+    parts += map(text, _machine(record.machine))
     if facts.names:
         parts.append(facts(record.data))
-    return ",".join(parts)
+    return parts
 
 
-def _hash(text: str) -> str:
-    return text[:16] if text.isalnum() else inert(text[:16])
-
-
-def _diagnosis(record: Record) -> str:
-    d = record.diagnosis
-    if d is None:
-        return ",,,"
-    return f"{inert(d.fault)},{inert(', '.join(d.rivals))},{d.size:.7g},{d.explained:.7g}"
-
-
-def _margins(margins: Margins | None) -> str:
-    if margins is None:
-        return f",,{_MARGINS.blank},{_UNSEEN.blank}"
-    return (
-        f"{inert(margins.worst_at)},{inert(margins.direction)},{_MARGINS(margins)},{_UNSEEN(margins.unseen)}"
-    )
-
-
-def cases_csv(records: Iterable[Record]) -> str:
+def cases_csv(records: Iterable[Record]) -> Iterator[str]:
     """One row per case (and version of it, where it has changed): its shape, why it exists, where it comes from."""
-    return _csv(_CASE, map(_row, dict.fromkeys(map(_case, records))))
+    for row in (_CASE, *dict.fromkeys(map(_case, records))):
+        yield _line(map(inert, row))
 
 
-_case: Callable[[Record], tuple[str, ...]] = attrgetter(*_CASE)
-
-
-def hazards_csv(records: Iterable[Record]) -> str:
+def hazards_csv(records: Iterable[Record]) -> Iterator[str]:
     """One row per hazard of each record."""
-    header = ["case", "implementation", "recipe", "seed", "kind", "stage", "format", "source"]
-    header += [*_HAZARD.names, "share", "where_bhij"]
-    return _csv(header, _hazard_rows(records))
-
-
-def _hazard_rows(records: Iterable[Record]) -> Iterator[str]:
+    texts = _Texts()
+    names = ("case", "implementation", "recipe", "seed", "kind", "stage", "format", "source")
+    yield _line((*names, *_HAZARD.names, "share", "where_bhij"))
     for r in records:
-        cell = f"{inert(r.case)},{inert(r.implementation)},{inert(r.recipe)},{r.seed}"
+        if r.hazards:
+            cell = f"{texts[r.case]},{texts[r.implementation]},{texts[r.recipe]},{r.seed}"
         for h in r.hazards:
-            kind = f"{h.kind.value},{inert(h.stage)},{inert(h.format)},{inert(h.source)}"
-            yield f"{cell},{kind},{_HAZARD(h)},{h.share:.7g},{_place(h.where)}"
+            place = f"{_KIND[h.kind]},{texts[h.stage]},{texts[h.format]},{texts[h.source]}"
+            yield f"{cell},{place},{_HAZARD(h)},{h.share:.7g},{_place(h.where)}\n"
 
 
 @lru_cache(4096)
@@ -163,10 +165,5 @@ def _place(where: tuple[int, ...] | None) -> str:
     return "" if where is None else " ".join(map(str, where))
 
 
-def _csv(header: Sequence[str], rows: Iterable[str]) -> str:
-    text = "\n".join([_row(tuple(header)), *rows, ""])
-    try:
-        text.encode()
-    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 form
-        return text.encode("utf-8", "replace").decode("utf-8")
-    return text
+def _line(fields: Iterable[str]) -> str:
+    return ",".join(fields) + "\n"

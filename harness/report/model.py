@@ -59,7 +59,8 @@ def pool(errors: Iterable[Errors | None]) -> Pooled:
 
 
 def can_pool(errors: Errors) -> bool:
-    return math.isfinite(errors.rel_l2) and not errors.class_mismatch
+    e = errors
+    return math.isfinite(e.rel_l2) and not (e.nan_mismatch or e.posinf_mismatch or e.neginf_mismatch)
 
 
 def pool_ratio(records: Iterable[Record]) -> float:

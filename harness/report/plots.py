@@ -40,9 +40,12 @@ class TradeoffPoint:
     decode_s: float | None = None
 
 
-def tradeoff_svg(points: Sequence[TradeoffPoint], title: str = "Accuracy beside cost") -> str:
+def tradeoff_svg(
+    points: Sequence[TradeoffPoint], title: str = "Accuracy beside cost", identifier: str = ""
+) -> str:
     """Error against KV bytes, and against decode time where any is known; log axes, `<svg …>` without a prolog, the
-    same text for the same points. What a log axis cannot show (0, not finite) is left out.
+    same text for the same points. What a log axis cannot show (0, not finite) is left out. The metadata hold the
+    `identifier`.
 
     Raises MissingExtra without matplotlib, ValueError where nothing is left to show.
     """
@@ -65,7 +68,7 @@ def tradeoff_svg(points: Sequence[TradeoffPoint], title: str = "Accuracy beside 
         figure.suptitle(_plain(title), x=0.01, ha="left", parse_math=False)
         for n, (name, show, values) in enumerate(panels):
             _panel(figure.add_subplot(1, len(panels), n + 1), shown, name, show, values)
-        return _text(figure, title)
+        return _text(figure, title, identifier)
 
 
 def _shown(value: float) -> bool:
@@ -143,13 +146,14 @@ def _spread(heights: dict[int, float]) -> dict[int, float]:
     return places
 
 
-def _text(figure: Any, title: str) -> str:
+def _text(figure: Any, title: str, identifier: str) -> str:
     """The SVG without prolog and dates."""
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 
     FigureCanvasSVG(figure)
     out = io.StringIO()
-    figure.savefig(out, format="svg", metadata={"Title": _plain(title), "Date": None, "Creator": None})
+    metadata = {"Title": _plain(title), "Identifier": identifier or None, "Date": None, "Creator": None}
+    figure.savefig(out, format="svg", metadata=metadata)
     text = out.getvalue()
     lines = text[text.index("<svg") :].splitlines()
     return "\n".join(line.rstrip() for line in lines) + "\n"

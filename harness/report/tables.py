@@ -46,9 +46,8 @@ from harness.report.tradeoff import tradeoff
 
 WORST = 15
 _FAILING = frozenset((Status.FAIL, Status.ERROR))
-_VALUE = {
-    status: status.value for status in Status
-}  # an enum's own .value is ten times as slow, and met often
+# An enum's own .value is ten times as slow, and met often.
+_VALUE = {status: status.value for status in Status}
 # Those that spoil numbers; the other kinds warn of what might.
 FLAGGED = frozenset(
     (HazardKind.OVERFLOW, HazardKind.SATURATION, HazardKind.NON_FINITE, HazardKind.STAGNATION)
@@ -68,7 +67,8 @@ def summary(records: Iterable[Record], review: Review) -> Report:
     """What the records show, sorted by the review into known and unexpected failures. Of records of the same cell and
     device the last stands for all."""
     given = list(records)
-    records = latest(given)
+    by_identity = _by_identity(given)
+    records = list(by_identity.values())
     known = frozenset(_identity(r) for r, _ in review.known)
     precise = precisions(records)
     by_key: dict[GroupKey, list[Record]] = defaultdict(list)
@@ -76,7 +76,7 @@ def summary(records: Iterable[Record], review: Review) -> Report:
         by_key[record.group_key].append(record)
     return Report(
         headline=_headline(records, known, counts(precise), len(given) - len(records)),
-        failures=_failures(_current(review.unexpected, records), by_key),
+        failures=_failures(_current(review.unexpected, by_identity), by_key),
         problems=problems(review),
         groups=(groups := _groups(records, known, precise)),
         tradeoff=tradeoff(groups, records),
@@ -96,16 +96,17 @@ def summary(records: Iterable[Record], review: Review) -> Report:
 
 def latest(records: Sequence[Record]) -> list[Record]:
     """Without those that a later one of the same cell and device replaces, in the order of their first."""
-    return list(dict(zip(map(_identity, records), records, strict=True)).values())
+    return list(_by_identity(records).values())
 
 
-def _current(failed: Iterable[Record], records: Sequence[Record]) -> list[Record]:
+def _by_identity(records: Sequence[Record]) -> dict[Identity, Record]:
+    return dict(zip(map(_identity, records), records, strict=True))
+
+
+def _current(failed: Iterable[Record], found: Mapping[Identity, Record]) -> list[Record]:
     """Those that no later record replaces."""
-    failed = latest(tuple(failed))
-    if not failed:
-        return []
-    status = {_identity(r): r.status for r in records}
-    return [r for r in failed if status.get(_identity(r), r.status) is r.status]
+    last = _by_identity(tuple(failed))
+    return [r for key, r in last.items() if found.get(key, r).status is r.status]
 
 
 def problems(review: Review) -> tuple[str, ...]:
@@ -123,6 +124,13 @@ _identity: Callable[[Record], Identity] = attrgetter(
 def _label(record: Record, known: frozenset[Identity]) -> str:
     failing = record.status in _FAILING
     return KNOWN if failing and _identity(record) in known else _VALUE[record.status]
+
+
+def _labels(records: Sequence[Record], known: frozenset[Identity]) -> set[str]:
+    met = {r.status for r in records}
+    if met.isdisjoint(_FAILING):
+        return {_VALUE[status] for status in met}
+    return {_label(r, known) for r in records}
 
 
 def _headline(
@@ -226,7 +234,7 @@ def _cell(records: Sequence[Record], known: frozenset[Identity]) -> Cell | None:
     return Cell(
         kernel=pool(r.errors for r in records),
         ratio=pool_ratio(records),
-        labels=frozenset(_label(r, known) for r in records),
+        labels=frozenset(_labels(records, known)),
         flagged=any(spoils(h) for r in records for h in r.hazards),
     )
 
@@ -243,7 +251,7 @@ def _worst(by_key: dict[GroupKey, list[Record]], known: frozenset[Identity]) -> 
     for key, members in by_key.items():
         errors = [r.errors for r in members if r.errors is not None]
         if errors:
-            labels = {_label(r, known) for r in members}
+            labels = _labels(members, known)
             label = next((x for x in _URGENT if x in labels), Status.PASS.value)
             urgent.append((_urgency(label, members), key, label))
     rows = []
@@ -282,7 +290,7 @@ def _hazards(records: Iterable[Record]) -> tuple[HazardRow, ...]:
     """Most severe first: by kind, observed before predicted, then by how far beyond the format."""
     found: dict[tuple[HazardKind, str, str, str], list[tuple[Hazard, Record]]] = defaultdict(list)
     for record in records:
-        for hazard in _causes(record.hazards):
+        for hazard in _causes(record.hazards) if record.hazards else ():
             found[hazard.kind, hazard.stage, hazard.format, record.recipe].append((hazard, record))
     rows = []
     for key, entries in found.items():

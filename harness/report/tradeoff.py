@@ -6,9 +6,12 @@ and V and by its output's. Nothing of it was timed.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 
 from harness.cost.models import get_model
 from harness.cost.phases import decode_step
@@ -47,16 +50,36 @@ def modelled(recipe: str) -> tuple[float, float]:
     return work.kv_cache / CONTEXT, math.nan if seconds is None else seconds
 
 
-def tradeoff_figure(shown: Tradeoff | None) -> str | None:
-    """The plot as SVG; None where fewer than two recipes have both an error and a cost.
+@dataclass(frozen=True)
+class Plot:
+    """What the plot of a trade-off shows. `identifier` stands in its file: the same points, the same plot."""
 
-    Raises MissingExtra without matplotlib.
-    """
-    points = [
+    title: str
+    points: tuple[TradeoffPoint, ...]
+
+    @property
+    def identifier(self) -> str:
+        return "sha256:" + hashlib.sha256(repr((self.title, self.points)).encode()).hexdigest()[:32]
+
+    def is_in(self, path: Path) -> bool:
+        """Whether the file, whoever wrote it, is a plot of these points."""
+        try:
+            return f">{self.identifier}<" in path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError):
+            return False
+
+    def svg(self) -> str:
+        """Raises MissingExtra without matplotlib."""
+        return tradeoff_svg(self.points, self.title, self.identifier)
+
+
+def plot(shown: Tradeoff | None) -> Plot | None:
+    """None where fewer than two recipes have both an error and a cost."""
+    points = tuple(
         TradeoffPoint(row.recipe, row.total.rel_l2, row.kv_bytes, row.decode_s)
         for row in (() if shown is None else shown.rows)
         if all(math.isfinite(x) and x > 0 for x in (row.total.rel_l2, row.kv_bytes))
-    ]
+    )
     if shown is None or len(points) < 2:
         return None
-    return tradeoff_svg(points, f"Accuracy beside cost: {shown.group}; {shown.stated}")
+    return Plot(f"Accuracy beside cost: {shown.group}; {shown.stated}", points)
