@@ -8,6 +8,8 @@ changed its overflow policy between releases.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ _SOURCES: dict[object, FloatFormat] = {torch.float32: FP32, torch.float64: FP64}
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 # Conversions of IEEE 754-2019 section 5.4.2, which the hardware rounds once, subnormals included.
 _CASTS = {(FP64, FP32): torch.float32, (FP32, FP16): torch.float16}
-CHUNK = 2**17  # elements: a rounding takes seven passes, all but the first of which then find them in cache
+CHUNK = 2**18  # elements: a rounding takes seven passes, all but the first of which then find them in cache
 
 
 def round_to(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> Tensor:
@@ -42,26 +44,45 @@ def round_to(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> 
     if x.numel() <= CHUNK or x.device.type != "cpu":
         return _rounded(x, source, target, policy)
     y = torch.empty_like(x, memory_format=torch.contiguous_format)
-    parts = zip(torch.split(x.reshape(-1), CHUNK), torch.split(y.view(-1), CHUNK), strict=True)
-    for part, place in parts:
-        done = _rounded(part, source, target, policy, place)
-        if done is not place:
-            place.copy_(done)
+    _round_chunks(x.reshape(-1), y.view(-1), source, target, policy)
     return y
 
 
+def round_own(x: Tensor, fmt: str | FloatFormat, overflow: str | None = None) -> Tensor:
+    """`round_to` of an x that nothing else reads: computed in its memory where that has no gaps or overlaps."""
+    target = get_format(fmt)
+    policy = target.check_overflow(overflow)
+    source = _source(x)
+    x = x.detach()
+    if not x.is_contiguous():
+        return round_to(x, target, policy)
+    if x.numel() <= CHUNK or x.device.type != "cpu":
+        return _rounded(x, source, target, policy, x)
+    _round_chunks(x.view(-1), x.view(-1), source, target, policy)
+    return x
+
+
+def _round_chunks(x: Tensor, y: Tensor, source: FloatFormat, target: FloatFormat, policy: str) -> None:
+    """x rounded into y, which may be x."""
+    spare = x.new_empty(CHUNK, dtype=_CASTS.get((source, target)))
+    for part, place in zip(torch.split(x, CHUNK), torch.split(y, CHUNK), strict=True):
+        _rounded(part, source, target, policy, place, spare[: part.numel()])
+
+
 def _rounded(
-    x: Tensor, source: FloatFormat, target: FloatFormat, policy: str, out: Tensor | None = None
-) -> Tensor:
-    """A new tensor, or `out` where that saves a pass."""
+    x: Tensor, source: FloatFormat, target: FloatFormat, policy: str,
+    out: Tensor | None = None, spare: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """`out`, which may be x, or a new tensor. `spare` is memory to compute in: of the narrow dtype for a cast."""
     if _holds(target, source):
-        y = x.clone()
-    elif (source, target) in _CASTS:
-        y = x.to(_CASTS[source, target]).to(x.dtype)
+        y = x.clone() if out is None else out.copy_(x)
+    elif narrow := _CASTS.get((source, target)):
+        cast = x.to(narrow) if spare is None else spare.copy_(x)
+        y = cast.to(x.dtype) if out is None else out.copy_(cast)
     elif (target.emin, target.emax) == (source.emin, source.emax):
-        y = _round_bits(x, source.precision - target.precision)
+        y = _round_bits(x, source.precision - target.precision, out, spare)
     else:
-        y = _round_by_magic(x, source, target, out)
+        y = _round_by_spacing(x, source, target, out, spare)
     return _overflow_(y, source, target, policy)
 
 
@@ -81,8 +102,7 @@ def ulp(x: Tensor, fmt: str | FloatFormat) -> Tensor:
     if target.min_subnormal < source.min_subnormal:
         raise ValueError(f"the spacing of {target.name} underflows in {x.dtype}; pass an FP64 tensor")
     x = x.detach()
-    spacing = _binade(x, source, target).mul_(2.0 ** (1 - target.precision))
-    return spacing.add_(x - x)  # 0 where x is finite, NaN where it is not
+    return _spacing(x, source, target).add_(x - x)  # 0 where x is finite, NaN where it is not
 
 
 def _source(x: object) -> FloatFormat:
@@ -105,7 +125,7 @@ def _holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
     )
 
 
-def _round_bits(x: Tensor, drop: int) -> Tensor:
+def _round_bits(x: Tensor, drop: int, out: Tensor | None, spare: Tensor | None) -> Tensor:
     """Drop the low `drop` significand bits of formats that differ in nothing else; ±Inf where that overflows.
 
     Adding half - 1 + (last kept bit) to the bits carries exactly when nearest-even rounds up; a carry out of
@@ -113,40 +133,49 @@ def _round_bits(x: Tensor, drop: int) -> Tensor:
     """
     # The carry would turn a NaN into anything, and comparisons are slow, so NaN travels by arithmetic: once
     # Inf is clamped (max rounds back to it), x·0 is a zero of x's sign, or NaN.
-    top = torch.finfo(x.dtype).max
-    x = x.clamp(-top, top)
-    source_bits = x.view(_INTEGERS[x.dtype])
-    bits = (source_bits >> drop).bitwise_and_(1).add_((1 << (drop - 1)) - 1).add_(source_bits)
-    bits.bitwise_and_(-1 << drop)
-    return bits.view(x.dtype).add_(x, alpha=0)
+    integer, top = _INTEGERS[x.dtype], torch.finfo(x.dtype).max
+    y = torch.clamp(x, -top, top, out=out)
+    source_bits = y.view(integer)
+    bits = torch.bitwise_right_shift(
+        source_bits, _constant(drop, integer), out=None if spare is None else spare.view(integer)
+    )
+    bits.bitwise_and_(_constant(1, integer)).add_((1 << (drop - 1)) - 1).add_(source_bits)
+    bits.bitwise_and_(_constant(-1 << drop, integer))
+    return torch.add(bits.view(x.dtype), y, alpha=0, out=y)
 
 
-def _round_by_magic(x: Tensor, source: FloatFormat, target: FloatFormat, out: Tensor | None = None) -> Tensor:
-    """Round formats of a smaller exponent range by (x + m) - m; the exponent is left unbounded above.
+def _round_by_spacing(
+    x: Tensor, source: FloatFormat, target: FloatFormat, out: Tensor | None, spare: Tensor | None
+) -> Tensor:
+    """Round formats of a smaller exponent range to integers times the spacing at x; no bound on the exponent above.
 
-    With 2^e the binade of x (at least 2^emin) and m = 1.5·2^(e + drop), x + m stays in m's binade, whose
-    spacing in the source is 2^(e - p + 1), the target's at x. The addition rounds to it, ties to even since
-    m is an even multiple, and the subtraction is exact. Subnormals need no case of their own. Above emax,
-    the binade is kept at 2^emax: such an x rounds to no less than 2^(emax + 1).
+    The spacing is a power of two that the source holds, so the quotient is exact but where it overflows (to ±Inf, as
+    it should) or is so small that it rounds to a zero of its sign anyhow; so is the product. Subnormals need no case
+    of their own. Above emax, the binade is kept at 2^emax: such an x rounds to no less than 2^(emax + 1).
     """
     drop = source.precision - target.precision
     if drop < 2 or target.emin < source.emin or target.emax + drop > source.emax:
         raise ValueError(f"{target.name} cannot be emulated in {source.name}; allowed: a narrower format")
-    magic, factor = _binade(x, source, target), 1.5 * 2.0**drop  # times which it is m: exact, fused or not
-    y: Tensor = torch.add(x, magic, alpha=factor, out=out)
-    y.sub_(magic, alpha=factor)
-    # The sum loses the sign of a zero. Two integer passes over owned memory are faster than copysign_.
+    spacing = _spacing(x, source, target, spare)
+    y: Tensor = torch.div(x, spacing, out=out)
+    return y.round_().mul_(spacing)
+
+
+def _spacing(x: Tensor, source: FloatFormat, target: FloatFormat, spare: Tensor | None = None) -> Tensor:
+    """2^(1 - p) times 2^floor(log2|x|), clamped to [2^emin, 2^emax] of `target`: the exponent field, read as a
+    number."""
     integer = _INTEGERS[x.dtype]
-    sign = torch.bitwise_and(x.view(integer), -1 << (source.storage_bits - 1), out=magic.view(integer))
-    y.view(integer).bitwise_or_(sign)
-    return y
+    field = _constant(((1 << source.exponent_bits) - 1) << (source.precision - 1), integer)
+    bits = torch.bitwise_and(x.view(integer), field, out=None if spare is None else spare.view(integer))
+    power = bits.view(x.dtype).clamp_(2.0**target.emin, 2.0**target.emax)
+    return power.mul_(_constant(2.0 ** (1 - target.precision), x.dtype))
 
 
-def _binade(x: Tensor, source: FloatFormat, target: FloatFormat) -> Tensor:
-    """2^floor(log2|x|) clamped to [2^emin, 2^emax] of `target`: the exponent field, read as a number."""
-    exponent_field = ((1 << source.exponent_bits) - 1) << (source.precision - 1)
-    power = (x.view(_INTEGERS[x.dtype]) & exponent_field).view(x.dtype)
-    return power.clamp_(2.0**target.emin, 2.0**target.emax)
+@cache
+def _constant(value: float, dtype: torch.dtype) -> Tensor:
+    """A number as a tensor without axes: torch makes one of a Python number in each call, which costs as much as a
+    pass over some thousand elements."""
+    return torch.tensor(value, dtype=dtype, device="cpu")
 
 
 def _overflow_(y: Tensor, source: FloatFormat, target: FloatFormat, policy: str) -> Tensor:

@@ -16,8 +16,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from harness import rounding
 from harness.formats import FORMATS, FP32, FP64, FloatFormat
-from harness.rounding import round_to, ulp
+from harness.rounding import round_own, round_to, ulp
 
 NAMES = list(FORMATS)
 FNUZ = dataclasses.replace(
@@ -276,6 +277,23 @@ def test_x_is_not_modified_and_shares_no_memory_with_the_result(name: str, polic
     round_to(x, name, policy).fill_(7.0)
     ulp(x, "bf16").fill_(7.0)
     assert torch.equal(x.view(integer), before)
+
+
+@SOURCE
+@POLICY
+def test_parts_and_its_own_memory_round_as_the_whole(
+    name: str, policy: str, source: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = any_bits(source, 1000, seed=4)
+    whole, call = rounded(x, name, policy), f"round_to {name} {policy}"
+    for chunk in (300, 2**18):
+        monkeypatch.setattr(rounding, "CHUNK", chunk)
+        assert_same(rounded(x, name, policy), whole, x, call)
+        own = torch.from_numpy(x.copy())
+        assert round_own(own, name, policy).data_ptr() == own.data_ptr()
+        assert_same(own.numpy(), whole, x, call)
+        spread = torch.stack([torch.from_numpy(x)] * 2, -1)[:, 0]
+        assert_same(round_own(spread, name, policy).numpy(), whole, x, call)
 
 
 @DTYPE
