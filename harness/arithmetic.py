@@ -16,7 +16,7 @@ from torch import Tensor
 
 from harness.formats import FloatFormat, get_format
 from harness.recipe import LAYER_STAGES, STAGES, Recipe
-from harness.rounding import round_to
+from harness.rounding import round_own, round_to
 from harness.tensor_core import limited_matmul
 
 DTYPES = {
@@ -52,8 +52,8 @@ class Arithmetic:
     """Operations of one recipe. `flops` counts 2·M·N·K of every product (of the products done, not of the visible).
 
     NaN and ±Inf propagate by IEEE 754, except where the recipe's overflow policy says otherwise. Results are in the
-    base dtype. Tensors given to `cast` may be overwritten: pass what nothing else uses. Operations compute in place
-    where the tensor that they change is said to be their `own`: a fresh one for each step costs as much as the step.
+    base dtype. Operations compute and round in place where the tensor that they change is fresh, or said to be their
+    `own`: new memory for each step costs as much as the step. Under a watcher each rounding has two tensors.
     """
 
     def __init__(self, recipe: Recipe, watch: Watcher | None = None) -> None:
@@ -75,14 +75,15 @@ class Arithmetic:
         other.flops, other._out = 0, "block_out"
         return other
 
-    def cast(self, x: Tensor, stage: str) -> Tensor:
+    def cast(self, x: Tensor, stage: str, own: bool = False) -> Tensor:
         """The rounding point."""
         if stage == "out":
             stage = self._out
         target = self._at.get(stage)
-        y = x if target is None else round_to(x, target[0], overflow=target[1])
-        if self.watch is not None:
-            self.watch(stage, x, y, self.block)
+        if self.watch is None:
+            return x if target is None else (round_own if own else round_to)(x, *target)
+        y = x if target is None else round_to(x, *target)
+        self.watch(stage, x, y, self.block)
         return y
 
     def matmul(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
@@ -90,31 +91,31 @@ class Arithmetic:
         FP32, up to the order of the sum. A recipe's own accumulator adds in its own way instead."""
         self.flops += 2 * a.numel() * b.shape[-1]
         limited = self.recipe.accumulator
-        return self.cast(a @ b if limited is None else limited_matmul(a, b, limited), stage)
+        return self.cast(a @ b if limited is None else limited_matmul(a, b, limited), stage, own=True)
 
     def mul(self, x: Tensor, c: Tensor | float, stage: str, own: bool = False) -> Tensor:
-        return self.cast(x.mul_(c) if own else x * c, stage)
+        return self.cast(x.mul_(c) if own else x * c, stage, own=True)
 
     def add(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
-        return self.cast(a + b, stage)
+        return self.cast(a + b, stage, own=True)
 
     def sub(self, a: Tensor, b: Tensor, stage: str, own: bool = False) -> Tensor:
-        return self.cast(a.sub_(b) if own else a - b, stage)
+        return self.cast(a.sub_(b) if own else a - b, stage, own=True)
 
     def div(self, a: Tensor, b: Tensor | float, stage: str) -> Tensor:
         if not isinstance(b, Tensor):
             b = a.new_full((), b)  # by a Python number, CUDA multiplies with the reciprocal: two roundings
-        return self.cast(a / b, stage)
+        return self.cast(a / b, stage, own=True)
 
     def exp(self, x: Tensor, stage: str, own: bool = False) -> Tensor:
-        return self.cast(x.exp_() if own else torch.exp(x), stage)
+        return self.cast(x.exp_() if own else torch.exp(x), stage, own=True)
 
     def tanh(self, x: Tensor, stage: str) -> Tensor:
-        return self.cast(torch.tanh(x), stage)
+        return self.cast(torch.tanh(x), stage, own=True)
 
     def sum(self, x: Tensor, stage: str) -> Tensor:
         """Sum over the last axis, kept. The additions run in the base format."""
-        return self.cast(x.sum(-1, keepdim=True), stage)
+        return self.cast(x.sum(-1, keepdim=True), stage, own=True)
 
     def rescale_add(self, a: Tensor, x: Tensor, y: Tensor, stage: str, own: bool = False) -> Tensor:
         """a·x + y, x its own or not. Where the stage is rounded the product is stored first (an eager multiply, then an
@@ -122,8 +123,10 @@ class Arithmetic:
         product = x.mul_(a) if own else a * x
         if stage not in self._at:
             return self.cast(product.add_(y), stage)
-        product = round_to(product, *self._at[stage])
+        product = round_own(product, *self._at[stage])
+        if self.watch is None:
+            return self.cast(product.add_(y), stage, own=True)
         total = self.cast(product + y, stage)
-        if self.watch is not None and stage == "row_sum":
+        if stage == "row_sum":
             self.watch.stagnation(stage, product, y, total)
         return total

@@ -79,6 +79,8 @@ def _rounded(
     elif narrow := _CASTS.get((source, target)):
         cast = x.to(narrow) if spare is None else spare.copy_(x)
         y = cast.to(x.dtype) if out is None else out.copy_(cast)
+        if policy == "inf":
+            return y  # as the cast has it
     elif (target.emin, target.emax) == (source.emin, source.emax):
         y = _round_bits(x, source.precision - target.precision, out, spare)
     else:
@@ -190,5 +192,5 @@ def _overflow_(y: Tensor, source: FloatFormat, target: FloatFormat, policy: str)
     if target.emax < source.emax:
         # Beyond max means at least 2^(emax + 1), which the scaling sends to Inf; all else returns exactly.
         scale = 2.0 ** (source.emax - target.emax)
-        return y.mul_(scale).mul_(1.0 / scale)
+        return y.mul_(_constant(scale, y.dtype)).mul_(_constant(1.0 / scale, y.dtype))
     return y

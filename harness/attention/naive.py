@@ -34,12 +34,13 @@ def attend(
 
     own = p.v_finite  # else the scores tell once more which keys are hidden
     e = ar.exp(ar.sub(s, m, "shifted", own), "exp", own=True) if subtract_max else ar.exp(s, "exp", own)
+    scale = ar.recipe.p_scale
     if ar.recipe.normalise == "early":
         l = _denominator(ar, e, sink, m)
-        w = ar.cast(e / l.masked_fill(empty, 1.0) * ar.recipe.p_scale, "probs")
+        e.div_(l.masked_fill(empty, 1.0))
+        w = ar.cast(e.mul_(scale) if scale != 1 else e, "probs", own=True)
         divisor = None
     else:
-        scale = ar.recipe.p_scale
         w = ar.cast(e * scale if scale != 1 else e, "probs")
         summed = e if ar.recipe.row_sum != "after" else w / scale if scale != 1 else w
         l = _denominator(ar, summed, sink, m)
