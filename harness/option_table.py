@@ -17,8 +17,8 @@ from harness._frozen import FrozenMap
 from harness.files import write_atomically
 from harness.recipe import DEFAULT_RECIPES, Recipe, Scaling, get_recipe
 from harness.report import markdown
-from harness.report.text import WIDTH
 from harness.spec import AttentionSpec, Shape
+from harness.text_table import WIDTH
 
 SHAPE = Shape(2, 4, 4, 4)
 START = "<!-- option table: python -m harness.option_table docs/options.md -->"

@@ -32,7 +32,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--options", is_flag=True, help="Show instead which implementation takes which option.")
 def list_(what: str, options: bool) -> None:
     """Show the implementations, recipes and cases there are."""
-    from harness.report.text import table
+    from harness.text_table import table
 
     if options:
         if what not in ("all", "implementations"):
@@ -139,7 +139,7 @@ def certify(cases: str, out: Path) -> int:
     from harness.cli.progress import progress
     from harness.files import write_atomically
     from harness.report import certificates
-    from harness.report.text import table
+    from harness.text_table import table
 
     rows: list[Any] = []
     with progress(len(chosen)) as shown:

@@ -19,8 +19,8 @@ from harness.dump_options import spec_of
 from harness.recipe import RECIPES
 from harness.records import Status
 from harness.report import words
-from harness.report.text import WIDTH, table
 from harness.spec import parse_shape
+from harness.text_table import WIDTH, table
 
 if TYPE_CHECKING:
     from harness.timing.pairs import Paired

@@ -15,8 +15,8 @@ from harness.cli.group import cli
 from harness.dump_options import spec_of
 from harness.recipe import RECIPES, Recipe, get_recipe, load_recipe
 from harness.records import Status, write_records
-from harness.report.text import WIDTH, table
 from harness.spec import parse_shape
+from harness.text_table import WIDTH, table
 
 if TYPE_CHECKING:
     from harness.judge_file import FileVerdict

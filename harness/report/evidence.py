@@ -9,7 +9,7 @@ from harness.evidence import Attribution, Evidence, Quality, StageShare
 from harness.report import words
 from harness.report.markdown import escape
 from harness.report.markdown import table as markdown_table
-from harness.report.text import WIDTH, table
+from harness.text_table import WIDTH, table
 
 SHOWN = 0.0005  # share from which a stage has a row of its own: 0.1 % when rounded
 STAGES = ("stage", "format", "alone", "share", "without", "share of it")

@@ -3,30 +3,18 @@ nothing."""
 
 from __future__ import annotations
 
-import re
 import textwrap
-from collections.abc import Collection, Iterable, Sequence
-
-from tabulate import tabulate
 
 from harness.records import HazardKind
 from harness.report import words
 from harness.report.model import DECIDED, Failure, GroupTable, Report
+from harness.text_table import GAP, WIDTH, fold, table, widest
 
-WIDTH = 100
 SHOWN = 25
 SHOWN_INPUTS = 60
 _REASON = 300  # characters of a reason
-_GAP = 2  # between columns of tabulate's "plain" format
-_NARROWEST = 8
 _CASES = 12  # named for one reason
 _COSTLY = 3  # reasons of one case and recipe
-
-
-class _NameWrapper(textwrap.TextWrapper):
-    """Breaks identifiers after `_` and `/` too, before it cuts through them."""
-
-    wordsep_simple_re = re.compile(r"( +|(?<=[_/])(?=[^ _/]))")
 
 
 def to_text(report: Report) -> str:
@@ -49,39 +37,6 @@ def to_text(report: Report) -> str:
     )
     blocks = [lines for section in sections if (lines := section(report))]
     return words.for_log("\n\n".join("\n".join(lines) for lines in blocks) + "\n")
-
-
-def table(
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    wrap: Collection[int],
-    right: Collection[int] = (),
-) -> str:
-    """A plain table within WIDTH. The columns `wrap` give way, the widest first; the others keep theirs."""
-    lines = [list(headers), *(list(row) for row in rows)]
-    widths = [max(_width(line[i]) for line in lines) for i in range(len(headers))]
-    while sum(widths) + _GAP * (len(widths) - 1) > WIDTH:
-        widest = max(wrap, key=lambda i: widths[i])
-        if widths[widest] <= _NARROWEST:
-            break
-        widths[widest] -= 1
-    for line in lines:
-        for i in wrap:
-            if len(line[i]) > widths[i]:
-                line[i] = _fold(line[i], widths[i])
-    # Headers are lines like others: tabulate would keep a column two wider than its own.
-    lines.insert(1, ["-" * max(_width(line[i]) for line in lines) for i in range(len(headers))])
-    align = ["right" if i in right else "left" for i in range(len(headers))]
-    return tabulate(lines, tablefmt="plain", disable_numparse=True, colalign=align)
-
-
-def _width(text: str) -> int:
-    return max(map(len, text.split("\n")))
-
-
-def _fold(text: str, width: int) -> str:
-    wrapper = _NameWrapper(width, break_on_hyphens=False)
-    return "\n".join(part for line in text.split("\n") for part in wrapper.wrap(line))
 
 
 def _paragraph(text: str, bullet: str = "") -> list[str]:
@@ -147,18 +102,18 @@ def _groups(report: Report) -> list[str]:
 
 def _grid(group: GroupTable) -> list[str]:
     """Recipes down, implementations and costs across, in as many blocks as the width asks for."""
-    names = [_fold(words.clean(name), 11) for name in group.recipes]
-    heads = [[_fold(words.clean(name), 11)] for name in group.implementations]
+    names = [fold(words.clean(name), 11) for name in group.recipes]
+    heads = [[fold(words.clean(name), 11)] for name in group.implementations]
     columns = [[[words.cell(row[j])] for j in range(len(names))] for row in group.cells]
     # Total and floor stay side by side.
     heads.append([*words.COST_HEADERS[:2]])
     columns.append([words.short_cost(cost) for cost in group.costs])
     widths = [
-        sum(max(map(_width, cells)) + _GAP for cells in zip(head, *column, strict=True))
+        sum(max(map(widest, cells)) + GAP for cells in zip(head, *column, strict=True))
         for head, column in zip(heads, columns, strict=True)
     ]
     blocks: list[list[int]] = [[]]
-    first = room = WIDTH - max(map(_width, names))
+    first = room = WIDTH - max(map(widest, names))
     for j, width in enumerate(widths):
         if blocks[-1] and room < width:
             blocks.append([])

@@ -7,8 +7,9 @@ import textwrap
 from collections.abc import Iterable, Sequence
 
 from harness.cost.units import show_rate
-from harness.report import markdown, text, words
+from harness.report import markdown, words
 from harness.report.timings import Context, NotTimed, Timing
+from harness.text_table import WIDTH, table
 
 EMULATED = "emulated: the emulator's time, not the format's"
 _NAMES = ("implementation", "recipe", "rel_l2", "error ÷ expected")
@@ -43,11 +44,11 @@ def timings_text(timings: Sequence[Timing], context: Context | None = None) -> s
     blocks = ["\n".join(_wrapped(line)) for line in _head(context)]
     for title, headers, rows in _tables(timings, context):
         short = ["name", *(_SHORT.get(h, h.replace(" ", "\n")) for h in headers[1:])]
-        shown = text.table(short, rows, wrap=(0, 1), right=range(2, len(headers)))
+        shown = table(short, rows, wrap=(0, 1), right=range(2, len(headers)))
         blocks.append("\n".join([*_wrapped(title), shown]))
     if context.not_timed:
         rows = _left(context.not_timed)
-        blocks.append("== Not timed ==\n" + text.table(_LEFT, rows, wrap=(0, 1, 2, 4)))
+        blocks.append("== Not timed ==\n" + table(_LEFT, rows, wrap=(0, 1, 2, 4)))
     if context.products:
         blocks.append("\n".join(_wrapped(_ceilings(context))))
     if not timings:
@@ -80,7 +81,7 @@ def timings_markdown(timings: Sequence[Timing], context: Context | None = None) 
 
 
 def _wrapped(line: str) -> list[str]:
-    return textwrap.wrap(line, text.WIDTH, break_on_hyphens=False)
+    return textwrap.wrap(line, WIDTH, break_on_hyphens=False)
 
 
 def _head(context: Context) -> list[str]:
