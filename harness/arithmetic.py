@@ -93,6 +93,20 @@ class Arithmetic:
         limited = self.recipe.accumulator
         return self.cast(a @ b if limited is None else limited_matmul(a, b, limited), stage, own=True)
 
+    def fuses(self, *stages: str) -> bool:
+        """Whether nothing happens at these stages of a matrix product: no rounding, no watcher, no sum of its own."""
+        return (
+            self.watch is None and self.recipe.accumulator is None and not any(s in self._at for s in stages)
+        )
+
+    def rescale_add_matmul(self, a: Tensor, x: Tensor, p: Tensor, v: Tensor) -> Tensor:
+        """a·x + p @ v of `[B, H, …]`, x its own, where `fuses` says that nothing happens at product and sum: the
+        product adds itself. The bits are those of two steps, but for fewer than four rows (MKL sums those otherwise).
+        """
+        self.flops += 2 * p.numel() * v.shape[-1]
+        x.mul_(a).flatten(0, 1).baddbmm_(p.flatten(0, 1), v.flatten(0, 1))
+        return x
+
     def mul(self, x: Tensor, c: Tensor | float, stage: str, own: bool = False) -> Tensor:
         return self.cast(x.mul_(c) if own else x * c, stage, own=True)
 

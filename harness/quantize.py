@@ -11,9 +11,10 @@ from torch import Tensor
 from harness.formats import FP32, FloatFormat, get_format
 from harness.recipe import TENSORS, Recipe, Scaling
 from harness.rotation import rotate
-from harness.rounding import round_to
+from harness.rounding import holds, round_to
 
 _AXES = {"tensor": (0, 1, 2, 3), "head": (2, 3), "token": (3,)}
+_NAMES = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 E8M0_MIN, E8M0_MAX = 2.0**-127, 2.0**127  # OCP MX v1.0, section 5.4.1: no zero, no infinity
 
 
@@ -166,6 +167,11 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
     elif scale is not None:
         divisor = check_scale(scale, x, name, scaling)
     x = x.detach()
+    given = _NAMES.get(x.dtype)
+    if divisor is None and fmt.infinities and given is not None and holds(fmt, get_format(given)):
+        return Stored(
+            x.to(torch.float64, copy=True)
+        )  # nothing to look for: the format has every value of the dtype
     exact = x.double()
     codes = round_to(
         exact if divisor is None else exact / divisor, fmt, "nan" if not fmt.infinities else "inf"
@@ -185,9 +191,7 @@ def admit(x: Tensor, name: str, recipe: Recipe, scale: Tensor | float | None) ->
 
 def _own(x: Tensor, fmt: FloatFormat) -> str:
     """Which recipe stores these values as they are: their dtype's, where that holds more than the recipe's format."""
-    name = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}[
-        x.dtype
-    ]
+    name = _NAMES[x.dtype]
     wider = get_format(name).storage_bits > fmt.storage_bits
     return (
         f", if the kernel does; recipe {name} takes {str(x.dtype).removeprefix('torch.')} as it is"

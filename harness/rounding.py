@@ -74,7 +74,7 @@ def _rounded(
     out: Tensor | None = None, spare: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """`out`, which may be x, or a new tensor. `spare` is memory to compute in: of the narrow dtype for a cast."""
-    if _holds(target, source):
+    if holds(target, source):
         y = x.clone() if out is None else out.copy_(x)
     elif narrow := _CASTS.get((source, target)):
         cast = x.to(narrow) if spare is None else spare.copy_(x)
@@ -118,7 +118,7 @@ def _source(x: object) -> FloatFormat:
     return source
 
 
-def _holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
+def holds(wide: FloatFormat, narrow: FloatFormat) -> bool:
     """Whether every finite number of `narrow` is one of `wide`."""
     return (
         wide.precision >= narrow.precision

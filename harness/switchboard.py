@@ -68,6 +68,9 @@ class _Switched(Arithmetic):
         self._limited = of.accumulator
         self._narrow = on if of.base == "fp32" else frozenset[str]()
 
+    def fuses(self, *stages: str) -> bool:
+        return False  # products are this class's own
+
     def matmul(self, a: Tensor, b: Tensor, stage: str) -> Tensor:
         self.flops += 2 * a.numel() * b.shape[-1]
         if ACCUMULATION not in self._narrow:

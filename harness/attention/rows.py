@@ -199,6 +199,15 @@ def probs_times_v(ar: Arithmetic, p: Problem, w: Tensor, s: Tensor, keys: slice,
     return torch.where(undefined | (positive & negative), math.nan, o)
 
 
+def rescale_add_probs_times_v(
+    ar: Arithmetic, p: Problem, a: Tensor, o: Tensor, w: Tensor, s: Tensor, keys: slice
+) -> Tensor:
+    """a·O + P·V, O its own: the step of an algorithm that streams over key blocks."""
+    if p.v_finite and not p.scales_each_value and w.shape[2] >= 4 and ar.fuses("block_out", "acc"):
+        return ar.rescale_add_matmul(a, o, w, p.v[:, :, keys])
+    return ar.rescale_add(a, o, probs_times_v(ar, p, w, s, keys, "block_out"), "acc", own=True)
+
+
 def finish(
     ar: Arithmetic, p: Problem, o: Tensor, divisor: Tensor | None, lse: Tensor, empty: Tensor
 ) -> tuple[Tensor, Tensor]:
