@@ -104,7 +104,8 @@ class Arithmetic:
         product adds itself. The bits are those of two steps, but for fewer than four rows (MKL sums those otherwise).
         """
         self.flops += 2 * p.numel() * v.shape[-1]
-        x.mul_(a).flatten(0, 1).baddbmm_(p.flatten(0, 1), v.flatten(0, 1))
+        into = x.mul_(a).flatten(0, 1)
+        torch.baddbmm(into, p.flatten(0, 1), v.flatten(0, 1), out=into)
         return x
 
     def mul(self, x: Tensor, c: Tensor | float, stage: str, own: bool = False) -> Tensor:
