@@ -1,8 +1,8 @@
 """What `python -m harness report` takes on many records: `python -m benchmarks.report_speed`.
 
 A small real run is multiplied: each copy has its own case names, seeds, hashes and figures, so that nothing can be
-remembered from one copy to the next that a real run of that size would not repeat too. CPU time of the command as a
-user starts it, by the operating system's count, beside a loop of known work, since machines differ.
+remembered from one copy to the next that a real run of that size would not repeat too. Wall and CPU time of the command
+as a user starts it, by the operating system's count, beside a loop of known work, since machines differ.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def loop_seconds() -> float:
     return time.process_time() - start
 
 
-def used(command: list[str]) -> tuple[float, float, float]:
-    """User seconds, system seconds and peak GiB of a command. The peak is the largest of all commands so far."""
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+def used(command: list[str]) -> tuple[float, float, float, float]:
+    """Wall, user and system seconds and peak GiB of a command. The peak is the largest of all commands so far."""
+    start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
     if ended not in (0, 1):
         raise SystemExit(f"{' '.join(command)} ended with exit code {ended}")
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, after.ru_maxrss / 2**20
+    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    return wall, after.ru_utime - before.ru_utime, after.ru_stime - before.ru_stime, after.ru_maxrss / 2**20
 
 
 def main() -> None:
@@ -84,9 +84,9 @@ def main() -> None:
         command = [sys.executable, "-m", "harness", "report", str(path), *given.options]
         for _ in range(given.times):
             loop = loop_seconds()
-            user, system, peak = used(command)
+            wall, user, system, peak = used(command)
             print(
-                f"user {user:.2f} s, system {system:.2f} s, at most {peak:.2f} GiB;"
+                f"wall {wall:.2f} s, user {user:.2f} s, system {system:.2f} s, at most {peak:.2f} GiB;"
                 f" {user / loop:.1f} times a loop of {LOOP:,} additions ({loop:.2f} s)"
             )
 

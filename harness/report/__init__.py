@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from harness.beside import beside
 from harness.deviations import Review
 from harness.files import write_atomically, write_lines_atomically
 from harness.optional import MissingExtra
@@ -46,6 +47,7 @@ _LATER = {
     "read_timings": "timings",
 }
 FIGURE = "tradeoff.svg"
+MANY = 10_000  # records whose tables take longer than a fork
 NOT_DRAWN = "the trade-off plot was not drawn: python -m harness report --plots draws it"
 
 __all__ = [
@@ -89,13 +91,16 @@ def write_report(records: Iterable[Record], review: Review, folder: Path, plots:
     which a run drew, stays.
     """
     records = list(records)
-    report = _with_figure(summary(records, review), folder / FIGURE, plots)
-    if report.headline.repeated:
-        records = latest(records)
-    write_atomically(folder / "report.md", to_markdown(report))
-    write_lines_atomically(folder / "cells.csv", cells_csv(records, review))
-    write_lines_atomically(folder / "cases.csv", cases_csv(records))
-    write_lines_atomically(folder / "hazards.csv", hazards_csv(records))
+    newest = latest(records)
+
+    def tables() -> None:
+        write_lines_atomically(folder / "cells.csv", cells_csv(newest, review))
+        write_lines_atomically(folder / "cases.csv", cases_csv(newest))
+        write_lines_atomically(folder / "hazards.csv", hazards_csv(newest))
+
+    with beside(tables, len(records) >= MANY):
+        report = _with_figure(summary(records, review), folder / FIGURE, plots)
+        write_atomically(folder / "report.md", to_markdown(report))
     return report
 
 
