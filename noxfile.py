@@ -246,7 +246,7 @@ def report(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none", requires=["env"])
 def sample(session: nox.Session) -> None:
-    """Write reports/sample and docs/schema again (-- --run: its records too): `python -m benchmarks.sample`."""
+    """Write reports/sample and docs/schema again (-- --run --time: records, timings too): `benchmarks.sample`."""
     _run(session, _harness_code, "-m", "benchmarks.sample", *session.posargs)
 
 

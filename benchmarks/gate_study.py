@@ -4,29 +4,28 @@
 
 repeats the smoke run of the gate (`benchmarks/gate/runs.py`) under two instruction sets, `--runs` times each, and holds
 every run against baselines of both; then runs with another library's products within one class of machine; then
-simulates runs in which every FP32 rounding is drawn anew; then plants regressions (`benchmarks/gate/plants.py`). A
-study that was stopped goes on in `--state`.
+simulates gates whose bits moved, with draws that nothing was tuned on (`benchmarks/gate/chance.py`); then plants
+regressions (`benchmarks/gate/plants.py`). A study that was stopped goes on in `--state`; `--only chance` and
+`--only planted` make those sections anew, from one run a setting, and leave the rest of the report as it is.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import math
-import random
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gate import chance_page
 from benchmarks.gate.plants import Planted, of_kernel, of_records
 from benchmarks.gate.runs import ROOT, SETTINGS, collect, read_runs
 from harness.files import write_atomically
 from harness.gate import Pooled, compare, pool_records
-from harness.gate.drift import find_drifts
 from harness.records import Record, read_records
 
 ISAS, OTHERS = ("avx2", "default"), ("avx2-mkl-compatible", "avx2-onednn-sse41")
@@ -48,14 +47,7 @@ products of another processor: the paired test has to take them for noise.
 
 | setting | baseline | runs | alarms | notes |
 |---|---|---|---|---|"""
-REDRAWN = """
-## Every FP32 rounding drawn anew
-
-{} simulated smoke runs a level: the d of every FP32 pair from a normal of deviation s·τ (`harness/gate/drift.py`).
-
-| s | runs that alarmed |
-|---|---|"""
-PLANTED = """
+PLANTED = """\
 ## Planted
 
 Through `python -m harness gate`, one at a time.
@@ -91,28 +83,32 @@ def first_records(state: Path, setting: str) -> list[Record]:
     return read_records(state / f"{setting}-{read_runs(state, setting)[0]['signature']}.records")
 
 
-def simulated(records: Sequence[Record], runs: int, levels: Sequence[float]) -> Iterator[tuple[float, int]]:
-    """Runs in which d of every FP32 pair is drawn from a normal of deviation s·τ: how many alarm."""
-    cells = [c for key, c in pool_records(records).items() if key[2] == "fp32"]
-    for level in levels:
-        draw, alarms = random.Random(0), 0
-        for _ in range(runs):
-            redrawn = (
-                replace(
-                    c,
-                    rmses=tuple(
-                        None if x is None else x * math.exp(draw.gauss(0, level * tau))
-                        for x, tau in zip(c.rmses, c.noise, strict=True)
-                    ),
-                )
-                for c in cells
-            )
-            found = find_drifts(zip(redrawn, cells, strict=True))
-            alarms += bool(found.cells or found.groups)
-        yield level, alarms
+def by_chance(state: Path, gates: int, seed: int) -> str:
+    for setting in (*ISAS, *OTHERS):
+        collect(setting, 1, state)
+    settings = {setting: pool_records(first_records(state, setting)) for setting in (*ISAS, *OTHERS)}
+    return chance_page.section(settings, gates, seed)
 
 
-def study(state: Path, runs: int, simulations: int) -> str:
+def planted(state: Path) -> str:
+    collect("avx2", 1, state)
+    with tempfile.TemporaryDirectory() as scratch:
+        plants = [*of_records(first_records(state, "avx2"), Path(scratch)), *of_kernel(Path(scratch))]
+    rows = (f"| {p.what} | {p.code} | {_lines(p)} |" for p in plants)
+    return "\n".join([PLANTED, *rows]) + "\n"
+
+
+def put_in(report: str, section: str) -> str:
+    """The report with this section in the place of the one of its title. Raises ValueError where there is none."""
+    title = section.partition("\n")[0]
+    before, found, after = report.partition(f"{title}\n")
+    if not found:
+        raise ValueError(f"the report has no section {title!r}; make it whole, without --only")
+    _, following, rest = after.partition("\n## ")
+    return before + section + following + rest
+
+
+def study(state: Path, runs: int, gates: int, seed: int) -> str:
     for setting in ISAS:
         collect(setting, runs, state)
     for setting in OTHERS:
@@ -120,18 +116,14 @@ def study(state: Path, runs: int, simulations: int) -> str:
     bases = {setting: pool_records(first_records(state, setting)) for setting in ISAS}
     table = [held(state, a, bases[b], b) for a, b in itertools.product(ISAS, ISAS)]
     table += [held(state, setting, bases["avx2"], "avx2") for setting in OTHERS]
-    levels = list(simulated(first_records(state, "avx2"), simulations, (0.25, 0.5, 1.0)))
-    with tempfile.TemporaryDirectory() as scratch:
-        plants = [*of_records(first_records(state, "avx2"), Path(scratch)), *of_kernel(Path(scratch))]
-    return page(state, table, levels, simulations, plants)
+    return page(state, table, by_chance(state, gates, seed), planted(state))
 
 
 def page(
     state: Path,
     table: Sequence[Held],
-    levels: Sequence[tuple[float, int]],
-    simulations: int,
-    plants: Sequence[Planted],
+    by_chance: str,
+    planted: str,
 ) -> str:
     first = first_records(state, "avx2")[0].machine
     runs = {setting: read_runs(state, setting) for setting in (*ISAS, *OTHERS)}
@@ -148,12 +140,8 @@ def page(
             for h in table
         ),
         f"\n**{total} runs under two instruction sets, {sum(h.runs for h in table)} comparisons, {alarms} alarms.**",
-        REDRAWN.format(simulations),
-        *(f"| {level} | {count} |" for level, count in levels),
-        PLANTED,
-        *(f"| {p.what} | {p.code} | {_lines(p)} |" for p in plants),
     ]
-    return "\n".join(parts) + "\n"
+    return "\n".join(parts) + f"\n\n{by_chance}\n{planted}"
 
 
 def _setting(setting: str, met: Sequence[Mapping[str, Any]]) -> str:
@@ -171,11 +159,20 @@ def _lines(p: Planted) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--runs", type=int, default=100, help="under each instruction set")
-    parser.add_argument("--simulations", type=int, default=1_000)
+    parser.add_argument("--gates", type=int, default=10_000, help="simulated, a row")
+    parser.add_argument("--seed", type=int, default=20261207, help="of the simulated gates")
+    parser.add_argument("--only", choices=["chance", "planted"], help="make this section of --out anew")
     parser.add_argument("--state", type=Path, default=ROOT / "reports/latest/gate-study")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    text = study(options.state, options.runs, options.simulations)
+    if options.only:
+        if not options.out:
+            parser.error("--only needs --out, the report that the section stands in")
+        chance = options.only == "chance"
+        section = by_chance(options.state, options.gates, options.seed) if chance else planted(options.state)
+        text = put_in(options.out.read_text(encoding="utf-8"), section)
+    else:
+        text = study(options.state, options.runs, options.gates, options.seed)
     if options.out:
         write_atomically(options.out, text)
     print(text, end="")

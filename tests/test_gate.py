@@ -8,6 +8,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -363,7 +364,53 @@ def test_changed_recipe_or_inputs_are_noted() -> None:
     assert outcome.exit_code == 0
     assert "the recipe changed in 1 cells" in outcome.text
     assert "the inputs changed in 1 cells" in outcome.text
-    assert "error ÷ expected is compared in 1 cells, which are not paired" in outcome.text
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"inputs_hash": "other"}, "the inputs changed"),
+        ({"recipe_digest": "other"}, "the recipe changed"),
+        ({"machine": replace(MACHINE, isa="AVX2")}, "another class of machine"),
+    ],
+)
+def test_first_line_says_where_no_cell_could_be_paired_and_why(changes: dict[str, Any], why: str) -> None:
+    old = grid(["g/a", "g/b"], ["x", "y"], ["bf16"], seeds=2)
+    outcome = against(old, [replace(r, **changes) for r in old])
+    assert outcome.exit_code == 0, "verdicts and error ÷ expected were compared: that is not nothing"
+    assert outcome.text.splitlines()[0] == (
+        "gate: no regression; 4 cells of this run stand in the baseline; no paired comparison was possible in"
+        f" 4 of 4 cells ({why}): there by verdicts and error ÷ expected alone"
+    )
+
+
+def test_where_no_cell_can_be_paired_verdicts_and_ratios_still_fail_and_nothing_still_ends_with_3() -> None:
+    def changed(**more: Any) -> Record:
+        return record(inputs_hash="other", **more)
+
+    assert judged(record(), changed(status=Status.FAIL)).exit_code == 1
+    worse = judged(record(), changed(margins=margins(ratio=1.2)))
+    assert worse.exit_code == 1
+    assert worse.text.startswith(
+        "gate: 1 regression; 1 cells of this run stand in the baseline; no paired comparison"
+    )
+    assert judged(record(), changed(rmse=2e-3)).exit_code == 0, (
+        "of other inputs: its expected error rose likewise"
+    )
+    assert against([record("g/a")], [changed(case="g/b")]).exit_code == 3
+    assert against([refused()], [replace(refused(), inputs_hash="other")]).exit_code == 3
+
+
+def test_first_line_counts_each_reason_where_some_cells_are_paired() -> None:
+    old = [record(case) for case in ("g/a", "g/b", "g/c", "g/d")]
+    new = [
+        old[0],
+        *(replace(r, inputs_hash="other") for r in old[1:3]),
+        replace(old[3], recipe_digest="other"),
+    ]
+    (first, *_) = against(old, new).text.splitlines()
+    assert "in 3 of 4 cells (2: the inputs changed, 1: the recipe changed)" in first
+    assert "paired" not in against(old, old).text
 
 
 def test_lower_error_is_an_improvement_unless_something_got_worse() -> None:

@@ -14,6 +14,7 @@ from record_factory import errors, record
 from harness.formats import get_format
 from harness.gate import Outcome, compare, pool_records
 from harness.gate.drift import SMALLEST_IN_ALL, SMALLEST_IN_CELL, find_drifts
+from harness.gate.noise import ALARMS, S0, ceiling, factor, share, tail, unit
 from harness.records import Record
 
 U = get_format("bf16").unit_roundoff
@@ -157,3 +158,97 @@ def test_rise_one_way_is_the_fall_of_the_other(drawn: list[tuple[float, float]])
 def test_same_code_is_silent_whatever_its_figures(seeds: int) -> None:
     found = find_drifts((cell, cell) for cell in pool_records(run(seeds=seeds)).values())
     assert (found.cells, found.groups, found.moved, found.widest) == ({}, {}, 0, 0.0)
+
+
+# --- noise ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("t", [0.0, 1.0, 5.0, 50.0])
+def test_tail_without_a_lead_is_that_of_students_t(t: float) -> None:
+    """Closed forms for 1, 2 and 4 degrees of freedom; the integral's step errs by less than 1e-5 of them."""
+    x = t / math.sqrt(4 + t * t)
+    known = {
+        1: 0.5 - math.atan(t) / math.pi, 2: 0.5 - t / (2 * math.sqrt(2 + t * t)), 4: 0.5 - 0.75 * x + 0.25 * x**3
+    }  # fmt: skip
+    for freedom, chance in known.items():
+        assert tail(0.0, t, freedom) == pytest.approx(chance, rel=1e-5)
+
+
+@given(st.floats(0, 4), st.floats(0, 30), st.sampled_from([1, 2, 4, 16, 400]))
+def test_tail_lies_between_that_of_its_lead_and_a_larger_one(a: float, z: float, freedom: int) -> None:
+    alone = 0.5 * math.erfc(a / math.sqrt(2))
+    assert tail(a, z, freedom) <= alone * (1 + 1e-6)
+    assert tail(a + 0.1, z, freedom) < tail(a, z, freedom)
+
+
+@given(st.floats(0, 3), st.integers(1, 60), st.sampled_from([1e-3, 1e-5, 1e-7]))
+def test_factor_keeps_its_chance_and_is_no_larger_than_that_takes(
+    a: float, freedom: int, alpha: float
+) -> None:
+    z = factor(a, freedom, alpha)
+    assert tail(a, z, freedom) <= alpha
+    assert tail(a, 0.999 * z, freedom) > alpha
+
+
+def test_ceiling_is_the_normals_bound_for_many_elements_and_more_for_few() -> None:
+    for sigma in (1e-3, 0.03, 0.3, 2.0, 30.0):
+        high = ceiling(sigma, 1e-5)
+        normal = S0 * sigma * math.sqrt(2 * math.log(1e5))
+        assert high >= normal
+        if sigma < 1:
+            assert math.cosh(high) ** -((S0 * sigma) ** -2) == pytest.approx(1e-5, rel=1e-6)
+    assert ceiling(1e-3, 1e-5) == pytest.approx(S0 * 1e-3 * math.sqrt(2 * math.log(1e5)), rel=1e-5)
+
+
+def test_unit_of_few_elements_is_as_wide_as_their_log_f() -> None:
+    """8 normal errors on either side: deviation of ½·log F, against S0 units of the τ that they show."""
+    rng = random.Random(4)
+    squares = [[rng.gauss(0, 1) ** 2 for _ in range(8)] for _ in range(4000)]
+    taus = [math.sqrt(max(x) / (2 * sum(x))) for x in squares]
+    logs = [0.5 * math.log(sum(x)) for x in squares]
+    spread = math.sqrt(sum((a - b) ** 2 for a, b in zip(logs[::2], logs[1::2], strict=True)) / 2000)
+    assert S0 * unit(sum(taus) / 4000) > 0.9 * spread
+    assert unit(0.05) == 0.05
+
+
+def test_one_seed_of_few_elements_is_not_convicted_by_seeds_that_agree_by_chance() -> None:
+    """s of the large cells is 0.07; d of a cell of one seed and few elements, 0.42 τ: six standard errors, which eight
+    degrees of freedom exceed by chance."""
+    tau = math.sqrt(0.5 / 512)
+    rises = {(c, "x", s): math.expm1(k * tau) for c in CASES[:2] for s, k in enumerate((0.1, -0.1, 0.0))}
+    few = errors(rmse=4 * U, max_abs=12 * U, count=16)
+    old = [record("g/few", implementation="x", errors=few)]
+    new = [record("g/few", implementation="x", errors=replace(few, rmse=4 * U * 1.25))]
+    assert gated([*run(rises), *new], [*run(), *old]).regressions == ()
+    (told,) = gated([*run(), *new], [*run(), *old]).regressions  # no other bit moved: then it is a fault
+    assert told.startswith("g/few")
+
+
+def test_small_moves_that_the_floor_would_hide_still_tell_the_noise() -> None:
+    """rmse of 0.4·u·truth, as an output rounded once has: d of 0.5 % is below the floor, and s is not 0."""
+
+    def side(rises: tuple[float, ...], lone: float) -> list[Record]:
+        cell = [
+            record(
+                "g/a",
+                implementation="x",
+                seed=s,
+                errors=errors(rmse=0.4 * U * (1 + r), max_abs=2 * U, count=8192),
+            )
+            for s, r in enumerate(rises)
+        ]
+        few = errors(rmse=0.4 * U * (1 + lone), max_abs=0.7 * U, count=16)
+        return [*cell, record("g/few", implementation="x", errors=few)]
+
+    assert gated(side((0.004, -0.004, 0.0), 0.05), side((0.0, 0.0, 0.0), 0.0)).regressions == ()
+
+
+def test_false_alarms_are_divided_among_what_moved() -> None:
+    assert share(35) == ALARMS / 70
+    limits = []
+    for names in (NAMES[:1], NAMES):
+        new = run({("g/b", n, s): rise for n in names for s, rise in enumerate((0.06, 0.05, 0.04))})
+        found = find_drifts(zip(pool_records(new).values(), pool_records(run()).values(), strict=True))
+        assert len(found.cells) == len(names)
+        limits.append(found.cells["g/b", "x", "bf16"].limit)
+    assert limits[0] < limits[1]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
+import subprocess
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,15 +13,16 @@ from typing import Any
 
 import click
 import pytest
-import yaml
 
 from harness.cli.group import cli
 from harness.report.github import MARK
 
+yaml = pytest.importorskip("yaml", reason="PyYAML is not installed")
 ROOT = Path(__file__).parents[1]
+EXAMPLE = ROOT / "examples/github/attention-accuracy.yml"
 WORKFLOWS = (
     *sorted((ROOT / ".github" / "workflows").glob("*.yml")),
-    ROOT / "examples/github/attention-accuracy.yml",
+    EXAMPLE,
 )
 # What a session hands its arguments to (noxfile.py).
 SESSIONS = {"accuracy": "run", "gate": "gate", "report": "report", "certify": "certify"}
@@ -89,14 +92,103 @@ def test_option_that_is_gone_would_be_noticed() -> None:
 
 
 @each
+def test_triggers_are_pushes_to_main_and_pull_requests_with_a_forks_rights(path: Path) -> None:
+    on = load(path)[True]  # YAML 1.1 reads the key `on` so
+    assert set(on) <= {"push", "pull_request", "workflow_dispatch"}, (
+        "pull_request_target has a stranger's code and our rights"
+    )
+    assert "pull_request" in on
+    assert on["push"] == {"branches": ["main"]}
+
+
+@each
 def test_rights_are_least_jobs_end_and_later_pushes_take_over(path: Path) -> None:
     flow = load(path)
     assert flow["permissions"] == {"contents": "read"}
     assert "cancel-in-progress" in flow["concurrency"]
-    assert "pull_request_target" not in flow[True]  # YAML 1.1 reads the key `on` so
     for job in flow["jobs"].values():
         assert job["timeout-minutes"] <= 60
-        assert set(job.get("permissions", {}).items()) <= {("contents", "read"), ("pull-requests", "write")}
+        assert set(job.get("permissions", {}).items()) <= {("pull-requests", "write")}
+
+
+@each
+def test_what_may_write_runs_no_code_of_the_pull_request_and_not_for_forks(path: Path) -> None:
+    """Nor does code that runs find a token: none in a step's environment, none left by the checkout."""
+    for job in load(path)["jobs"].values():
+        names = [step.get("uses", "").partition("@")[0] for step in job["steps"]]
+        if "permissions" in job:
+            assert "actions/checkout" not in names
+            assert "python" not in "".join(step.get("run", "") for step in job["steps"])
+            assert "github.event.pull_request.head.repo.full_name == github.repository" in job["if"]
+            continue
+        assert "github.token" not in str(job)
+        assert "secrets." not in str(job)
+        for step in job["steps"]:
+            if step.get("uses", "").startswith("actions/checkout@"):
+                assert step["with"] == {"persist-credentials": False}
+
+
+@each
+def test_no_text_that_others_choose_is_put_into_a_script(path: Path) -> None:
+    """`${{ … }}` in `run:` is text before the shell reads it; in `env:` it is a value. Of an event only numbers are."""
+    for step in steps(path):
+        assert "${{" not in step.get("run", "")
+        for value in step.get("env", {}).values():
+            told = re.findall(r"github\.(?:event\S*|head_ref)", str(value))
+            assert set(told) <= {"github.event.pull_request.number"}
+
+
+@each
+def test_artifact_is_kept_after_failures_and_holds_what_the_commands_write(path: Path) -> None:
+    flow = load(path)
+    for job in flow["jobs"].values():
+        kept = [s for s in job["steps"] if s.get("uses", "").startswith("actions/upload-artifact@")]
+        scripts = "\n".join(s.get("run", "") for s in job["steps"])
+        if "-s accuracy" not in scripts and "harness run" not in scripts:
+            continue
+        (step,) = kept
+        assert step["if"] in ("${{ !cancelled() }}", "${{ always() }}")
+        written = re.findall(r"--(?:junit|json|comment|summary) (\S+)", scripts)
+        assert written
+        assert all(file.startswith(step["with"]["path"] + "/") for file in written)
+
+
+def test_comment_job_waits_for_the_artifact_of_its_name() -> None:
+    jobs = load(EXAMPLE)["jobs"]
+    kept, fetched = (
+        next(
+            s["with"]
+            for s in jobs[job]["steps"]
+            if s.get("uses", "").startswith(f"actions/{action}-artifact@")
+        )
+        for job, action in (("accuracy", "upload"), ("comment", "download"))
+    )
+    assert (kept["name"], kept["path"]) == (fetched["name"], fetched["path"])
+    assert jobs["comment"]["needs"] == "accuracy"
+
+
+@each
+def test_scripts_are_bash_and_call_only_what_a_runner_has(path: Path) -> None:
+    bash = shutil.which("bash")
+    for step in steps(path):
+        script = step.get("run", "")
+        if bash:
+            done = subprocess.run([bash, "-n"], input=script, capture_output=True, text=True, check=False)
+            assert done.returncode == 0, done.stderr
+        for line in script.replace("\\\n", " ").splitlines():
+            first = re.match(r"\s*(?:\w+=\(?\$?\(?)?\s*(\S*?)[\s);]*(?:\s|$)", line)
+            assert first is not None
+            assert first[1] in {"python", "gh", "if", "else", "fi", "against=", ""}, line
+
+
+def test_modules_and_files_that_workflows_name_are_here() -> None:
+    for path in WORKFLOWS:
+        for words in commands(path):
+            if words[1] == "-m":
+                assert (ROOT / words[2] / "__main__.py").is_file()
+            else:
+                assert (ROOT / words[1]).is_file()
+    assert (ROOT / "examples/github/my_attention.py").is_file()
 
 
 @each
@@ -131,5 +223,5 @@ def test_torch_is_the_tried_version_from_the_cpu_index(path: Path) -> None:
 
 
 def test_users_workflow_finds_its_comment_by_the_mark_that_reports_carry() -> None:
-    text = (ROOT / "examples/github/attention-accuracy.yml").read_text(encoding="utf-8")
+    text = EXAMPLE.read_text(encoding="utf-8")
     assert f'startswith("{MARK}")' in text

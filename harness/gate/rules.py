@@ -10,8 +10,10 @@ A cell has regressed when
 
 The paired test needs pairs: the same class of machine, inputs and recipe, and a baseline with rmse by seed (schema
 1.2). Elsewhere error ÷ expected, which has no unit, takes the place of rmse in rule 2, pooled over seeds: it may not
-exceed hypot(1.10·old, floor). Why 1.10: the same code differs by up to 3 % between instruction sets, and in FP32 by up
-to 8 % in a single seed with another library's products (`reports/gate-study.md`). `gate.drift` explains the floor.
+exceed hypot(1.10·old, floor). The first line says in how many cells that is so, and why; verdicts and error ÷ expected
+mean the same on any machine and inputs, so that this is no empty comparison, and passes. Why 1.10: the same code
+differs by up to 3 % between instruction sets, and in FP32 by up to 8 % in a single seed with another library's products
+(`reports/gate-study.md`). `gate.drift` explains the floor.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from dataclasses import dataclass
 from harness.gate.drift import Drift, Found, find_drifts, floor_of
 from harness.gate.pooled import Key, Pooled, pool_records
 from harness.gate.scope import ALL, Selected
-from harness.gate.told import REFRESH, figures, notes_on, of_cell, of_group, status
+from harness.gate.told import REFRESH, figures, not_paired, notes_on, of_cell, of_group, status
 from harness.records import Record, Status
 from harness.report.words import clean, clip, many
 
@@ -41,7 +43,7 @@ class Outcome:
     """What the comparison found, a line each. `compared` cells stand in both; `told` of them ended, in this
     run, in PASS, FAIL or ERROR for some seed. Vanished cells are among the regressions too, unless nothing
     was compared; those of the baseline that were not selected are counted in a note alone. `expired`: known deviations
-    whose date is past."""
+    whose date is past. `unpaired`: how many cells the paired test could not compare, and why; empty for none."""
 
     compared: int
     told: int
@@ -51,6 +53,7 @@ class Outcome:
     vanished: tuple[str, ...]
     notes: tuple[str, ...]
     expired: tuple[str, ...] = ()
+    unpaired: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -62,11 +65,12 @@ class Outcome:
 
     @property
     def text(self) -> str:
-        """Regressions first. Ends with a newline."""
+        """The verdict with what it rests on, then regressions. Ends with a newline."""
         found = ((self.regressions, "regression"), (self.expired, "expired deviation"))
         worse = ", ".join(many(len(lines), word) for lines, word in found if lines)
         verdict = {0: "no regression", 1: worse, 3: "nothing compared, not a pass"}[self.exit_code]
-        lines = [f"gate: {verdict}; {self.compared} cells of this run stand in the baseline"]
+        first = f"gate: {verdict}; {self.compared} cells of this run stand in the baseline"
+        lines = ["; ".join(filter(None, (first, self.unpaired)))]
         sections = (
             ("REGRESSION", self.regressions), ("EXPIRED", self.expired), ("improved", self.improvements),
             ("new", self.new), ("vanished", () if self.compared else self.vanished), ("note", self.notes),
@@ -86,7 +90,8 @@ def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled], selected:
     pairs = [(run[key], baseline[key]) for key in sorted(run) if key in baseline]
     for new, old in pairs:
         _same_seeds(new, old)
-    paired = [pair for pair in pairs if _is_paired(*pair)]
+    reasons = [_why_unpaired(*pair) for pair in pairs]
+    paired = [pair for pair, reason in zip(pairs, reasons, strict=True) if not reason]
     up, down = find_drifts(paired), find_drifts(paired, -1)
     loose = {pair[0].key for pair in pairs} - {pair[0].key for pair in paired}
     regressions = [of_group(group, drift, 1) for group, drift in sorted(up.groups.items())]
@@ -106,9 +111,10 @@ def compare(records: Iterable[Record], baseline: Mapping[Key, Pooled], selected:
         new=_only_in(run, baseline),
         vanished=vanished,
         notes=(
-            *notes_on(pairs, len(paired), up),
+            *notes_on(pairs, up),
             *([f"{outside} cells of the baseline were not selected"] if outside else []),
         ),
+        unpaired=not_paired(reasons),
     )
 
 
@@ -128,11 +134,15 @@ def _same_seeds(new: Pooled, old: Pooled) -> None:
         raise ValueError(f"{new} ran with seeds {here}, its baseline with {there}; {advice}")
 
 
-def _is_paired(new: Pooled, old: Pooled) -> bool:
-    """Whether both measured the same on machines whose figures can be held against each other seed by seed."""
-    return len(old.rmses) == len(new.rmses) and all(
-        getattr(new, name) == getattr(old, name) for name in ("machine_class", "inputs", "recipe_digest")
-    )
+def _why_unpaired(new: Pooled, old: Pooled) -> str:
+    """What keeps figures from being held against each other seed by seed; empty where nothing does."""
+    if new.machine_class != old.machine_class:
+        return "another class of machine"
+    if new.inputs != old.inputs:
+        return "the inputs changed"
+    if new.recipe_digest != old.recipe_digest:
+        return "the recipe changed"
+    return "" if len(old.rmses) == len(new.rmses) else "the baseline has no rmse by seed"
 
 
 def _changes(new: Pooled, old: Pooled, up: Found, down: Found, loose: bool) -> tuple[list[str], list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from harness.gate.drift import Drift, Found, Group, Pair
@@ -55,7 +56,19 @@ def _percent(rise: float, sign: int) -> str:
     return f"{rise if sign > 0 else 1 / (1 + rise) - 1:+.1%}"
 
 
-def notes_on(pairs: Sequence[Pair], paired: int, found: Found) -> tuple[str, ...]:
+def not_paired(reasons: Sequence[str]) -> str:
+    """Of how many cells the paired test said nothing, by reason; empty where it compared all."""
+    met = Counter(filter(None, reasons))
+    if not met:
+        return ""
+    why = ", ".join(reason if n == met.total() else f"{n}: {reason}" for reason, n in met.most_common())
+    cells = f"{met.total()} of {many(len(reasons), 'cell')}"
+    return (
+        f"no paired comparison was possible in {cells} ({why}): there by verdicts and error ÷ expected alone"
+    )
+
+
+def notes_on(pairs: Sequence[Pair], found: Found) -> tuple[str, ...]:
     """What a reader has to know about what was compared."""
     here, there = (sorted({clean(pair[side].machine_class) for pair in pairs}) for side in (0, 1))
     notes = []
@@ -63,8 +76,6 @@ def notes_on(pairs: Sequence[Pair], paired: int, found: Found) -> tuple[str, ...
         old = ", ".join(name or "unknown (an older baseline)" for name in there)
         compared = "verdicts and error ÷ expected are compared, not rmse"
         notes.append(f"machine class {', '.join(here)}, the baseline's is {old}: {compared}")
-    elif paired < len(pairs):
-        notes.append(f"error ÷ expected is compared in {len(pairs) - paired} cells, which are not paired")
     if found.moved:
         notes.append(f"rmse moved in {found.moved} of {found.pairs} pairs, by {found.widest:.2%} at most")
     for what, meaning in (("recipe_digest", "the recipe"), ("inputs", "the inputs")):

@@ -147,10 +147,11 @@ def limits(m: Material) -> Section:
         " order of sums; a speed is not measured.",
         f"{refused} of {total} cells were refused, {unsure} were INCONCLUSIVE (these inputs could not have shown a"
         f" fault), {known} failed as a listed deviation says.",
-        "Records hold no error by head: only the head of the largest one.",
         f"Cost is modelled for {s.model.name} from sizes; kernels move more bytes than they must.",
         "Backward pass, dropout, MLA, INT8 and FP4 are not covered.",
     ]
+    if not any(r.head_rel_l2 for r in m.records):
+        items.append("These records hold no error by head: only the head of the largest one.")
     if not m.qualities:
         items.append("What the error does to a model's output was not measured.")
     if any(len(_digests(m, recipe)) > 1 for recipe in m.asked.recipes):
