@@ -14,7 +14,8 @@ from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.recipe import Recipe
 
-SMALL_SCORES = 32.0
+SMALL_SCORES = 32.0  # whose products FP32 gives within 1e-4
+NEAR_SCORES = -NEGLIGIBLE / 2  # no key that is seen is weightless beside another
 SLIGHT = 1e-3
 
 
@@ -36,7 +37,41 @@ class Block:
         self.k = heads.k[:, self.keys]
         self.o = p.out[heads.part, :, rows].flatten(1, 2)
         self.kept: dict[object, tuple[Tensor, Tensor]] = {}  # what several pairs share
-        self._softmax()
+        if self._near:
+            self._weights_of_truth()
+        else:
+            self._softmax()
+
+    @cached_property
+    def _short(self) -> bool:
+        """Whether FP32 gives the scores of a large call within 1e-4: plain, finite and small."""
+        p = self.p_
+        if not p.large or p.dtype is not torch.float32 or p.extras.bias is not None or p.spec.softcap is not None:
+            return False
+        return self._longest < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite
+
+    @property
+    def _near(self) -> bool:
+        return self._short and self._longest < NEAR_SCORES and self.p_.extras.sinks is None
+
+    def _weights_of_truth(self) -> None:
+        """The same as `_softmax` where the truth's lse says it all: no maximum, sum or quotient of the weights."""
+        p = self.p_
+        s = self._products()
+        self.bias = self._capped = self._lin = self.sink = None
+        self._hide(s)
+        top, lse = (x[self.heads.part, :, self.rows].flatten(1, 2) for x in (p.row_max, p.lse))
+        self.empty = top == -math.inf
+        if bool(self.empty.any()):
+            top, lse = (x.masked_fill(self.empty, 0.0) for x in (top, lse))
+        self.m, self.lse, self.l = (x.to(p.dtype) for x in (top, lse, (lse - top).exp()))
+        self.sink_e = torch.zeros_like(self.m)
+        self.p = s.sub_(self.lse).exp_()
+
+    @cached_property
+    def far(self) -> Tensor:
+        """s − m, −∞ where hidden."""
+        return (self.p * self.l).log_()
 
     def _softmax(self) -> None:
         p, dtype = self.p_, self.p_.dtype
@@ -63,7 +98,7 @@ class Block:
         m = m.masked_fill(self.empty, 0.0)
         d = s.sub_(m).to(dtype)
         e = torch.threshold_(torch.exp(d), math.exp(NEGLIGIBLE), 0.0)
-        self.far = d  # −∞ where hidden
+        self.far = d
         self.m = m.to(dtype)
         self.sink = None if sink is None else (sink - m).to(dtype)
         self.sink_e = torch.zeros_like(self.m) if self.sink is None else torch.exp(self.sink)
@@ -76,11 +111,9 @@ class Block:
 
     def _products(self) -> Tensor:
         """scale·q·k: in FP64, or in FP32 for a large call whose scores that gives within 1e-4."""
-        p = self.p_
-        if p.large and p.dtype is torch.float32 and p.extras.bias is None and p.spec.softcap is None:
+        if self._short:
             q, k = self._finite_qk
-            if float(self.length_bound.amax()) < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite:
-                return q @ k.mT
+            return q @ k.mT
         q, step = self.q * self.scale, BLOCK_KEYS
         if self.k.shape[1] <= step:
             return q @ self.k.double().mT
@@ -131,10 +164,8 @@ class Block:
         self.count = count[None, :, None].expand(*s.shape[:2], 1)
         start = min(max(first, 0), keys)
         if start < keys:
-            hidden = torch.ones(self.width, keys - start, dtype=torch.bool, device=s.device).triu_(
-                first - start
-            )
-            s.view(-1, self.width, keys)[..., start:].masked_fill_(hidden, -math.inf)
+            corner = self.heads.corner(self.width, keys - start, first - start)
+            s.view(-1, self.width, keys)[..., start:].masked_fill_(corner, -math.inf)
 
     @property
     def _shift(self) -> int:
@@ -170,6 +201,32 @@ class Block:
     def alive_gross(self) -> Tensor:
         """Σ_j |v_jc| over the keys that weigh something, FP64."""
         return ((self.p > 0).to(self.p.dtype) @ self.heads.abs_v[:, self.keys]).double()
+
+    @cached_property
+    def wide_m(self) -> Tensor:
+        return self.m.double()
+
+    @cached_property
+    def wide_l(self) -> Tensor:
+        return self.l.double()
+
+    @cached_property
+    def wide_lse(self) -> Tensor:
+        return self.lse.double()
+
+    @cached_property
+    def o2(self) -> Tensor:
+        return self.o.square()
+
+    @cached_property
+    def abs_o(self) -> Tensor:
+        return self.o.abs()
+
+    @cached_property
+    def nonzero(self) -> Tensor | None:
+        """Where the output is not 0; None: everywhere."""
+        where = self.o != 0
+        return None if bool(where.all()) else where
 
     @cached_property
     def keys_seen(self) -> Tensor:
@@ -342,7 +399,7 @@ class Block:
 
     @cached_property
     def p2_sum(self) -> Tensor:
-        return self.p2.sum(-1, keepdim=True)
+        return torch.linalg.vector_norm(self.p, dim=-1, keepdim=True).square_()
 
     def about(self, w: Tensor, point: Tensor | None) -> Tensor:
         """Σ_j w_j (v_jc − point_c)² in FP64 for w ≥ 0; `point` None is 0. The heaviest key is taken apart: where

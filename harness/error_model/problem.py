@@ -43,6 +43,8 @@ class Problem:
     k: Tensor
     v: Tensor
     out: Tensor
+    lse: Tensor  # of the truth, as its row maximum, `[N, G, L, 1]`
+    row_max: Tensor
     scales: tuple[Tensor | None, Tensor | None, Tensor | None]
     dtype: torch.dtype
 
@@ -92,6 +94,15 @@ class Heads:
         longest = torch.stack(lengths).amax(0) if lengths else self.k.new_zeros(1)
         self.longest = longest[:, None, None].to(p.dtype)
         self.index = torch.arange(part.start, part.stop, device=v.device)
+        self._corners: dict[tuple[int, int, int], Tensor] = {}
+
+    def corner(self, rows: int, keys: int, diagonal: int) -> Tensor:
+        """True from a diagonal on. Most blocks of a head have the same one."""
+        key = (rows, keys, diagonal)
+        if key not in self._corners:
+            ones = torch.ones(rows, keys, dtype=torch.bool, device=self.v.device)
+            self._corners = {key: ones.triu_(diagonal)}
+        return self._corners[key]
 
     def _made(self, x: Tensor, width: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of blocks of `x` in FP64, kept in the model's type."""
