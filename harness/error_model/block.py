@@ -392,10 +392,15 @@ class Block:
             self.kept[key] = (self.about(weights, None), self.m)
         return self.kept[key][0]
 
-    @cached_property
-    def gross(self) -> Tensor:
+    @property
+    def gross(self) -> tuple[Tensor, Tensor]:
         """Σ_j |v_jc| and Σ_j v_jc² over all keys, hidden ones too: what weightless keys can add."""
-        return torch.stack([x.sum(1, keepdim=True).double() for x in (self.heads.abs_v, self.heads.squares)])
+        return self.heads.gross
+
+    @property
+    def any_v(self) -> Tensor:
+        """1 where a channel of V is not 0 throughout, else 0."""
+        return self.heads.any_v
 
     @cached_property
     def p2_sum(self) -> Tensor:

@@ -133,6 +133,16 @@ class Heads:
         return self._made(self.v, self.v.shape[2], torch.square)
 
     @cached_property
+    def gross(self) -> tuple[Tensor, Tensor]:
+        """Σ_j |v_jc| and Σ_j v_jc² over all keys, FP64 `[n, 1, E]`."""
+        total, squares = (x.sum(1, keepdim=True).double() for x in (self.abs_v, self.squares))
+        return total, squares
+
+    @cached_property
+    def any_v(self) -> Tensor:
+        return (self.gross[0] > 0).double()
+
+    @cached_property
     def finite_k(self) -> Tensor:
         return self._made(
             self.k, self.k.shape[2], lambda x: x if self.k_finite else torch.where(torch.isfinite(x), x, 0.0)
