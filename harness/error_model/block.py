@@ -113,7 +113,7 @@ class Block:
         """scale·q·k: in FP64, or in FP32 for a large call whose scores that gives within 1e-4."""
         if self._short:
             q, k = self._finite_qk
-            return q @ k.mT
+            return torch.bmm(q, k.mT, out=self.p_.space("scores", *q.shape[:2], k.shape[1]))
         q, step = self.q * self.scale, BLOCK_KEYS
         if self.k.shape[1] <= step:
             return q @ self.k.double().mT

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -47,6 +48,14 @@ class Problem:
     row_max: Tensor
     scales: tuple[Tensor | None, Tensor | None, Tensor | None]
     dtype: torch.dtype
+    spaces: dict[str, Tensor] = field(default_factory=dict)
+
+    def space(self, name: str, *size: int) -> Tensor:
+        """Room for a matrix of the block at work, the same for all blocks: fresh memory costs as much as an exp."""
+        count = math.prod(size)
+        if name not in self.spaces or self.spaces[name].numel() < count:
+            self.spaces[name] = torch.empty(count, dtype=self.dtype, device=self.q.device)
+        return self.spaces[name][:count].view(size)
 
     @property
     def large(self) -> bool:

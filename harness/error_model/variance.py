@@ -248,14 +248,13 @@ class _Spread(Groups):
         if exact_top and self.peak is not None and least < 1:
             # x = −p / peak is −1 for the peak, to the bit, and for nothing else.
             p, unit = self._facing(-self.peak.clamp(min=math.exp(2 * NEGLIGIBLE)))
-            x, unit = p / unit, unit
-            power(x)
+            x = power(torch.div(p, unit, out=b.p_.space("casts", *p.shape)))
             if least > VANISHING:
                 x.clamp_(max=-least)
             torch.threshold_(x, -1.0, 0.0).mul_(unit * (2.0 ** (1 - fmt.precision) / math.sqrt(12)))
         else:
             p, unit = self._facing(kappa * factor)
-            x = power(p * unit)
+            x = power(torch.mul(p, unit, out=b.p_.space("casts", *p.shape)))
             if fmt.min_normal > VANISHING or not self.form.subtract_max:
                 x.clamp_(min=fmt.min_normal)
             x.mul_(2.0 ** (1 - fmt.precision) / math.sqrt(12) / unit)
