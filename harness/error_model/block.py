@@ -37,6 +37,7 @@ class Block:
         self.k = heads.k[:, self.keys]
         self.o = p.out[heads.part, :, rows].flatten(1, 2)
         self.kept: dict[object, tuple[Tensor, Tensor]] = {}  # what several pairs share
+        self._corner: tuple[int, int] | None = None
         if self._near:
             self._weights_of_truth()
         else:
@@ -46,7 +47,12 @@ class Block:
     def _short(self) -> bool:
         """Whether FP32 gives the scores of a large call within 1e-4: plain, finite and small."""
         p = self.p_
-        if not p.large or p.dtype is not torch.float32 or p.extras.bias is not None or p.spec.softcap is not None:
+        if (
+            not p.large
+            or p.dtype is not torch.float32
+            or p.extras.bias is not None
+            or p.spec.softcap is not None
+        ):
             return False
         return self._longest < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite
 
@@ -54,12 +60,18 @@ class Block:
     def _near(self) -> bool:
         return self._short and self._longest < NEAR_SCORES and self.p_.extras.sinks is None
 
+    def _blank(self) -> None:
+        self.bias: Tensor | None = None
+        self.sink: Tensor | None = None
+        self._lin: Tensor | None = None
+        self._capped: Tensor | None = None
+
     def _weights_of_truth(self) -> None:
         """The same as `_softmax` where the truth's lse says it all: no maximum, sum or quotient of the weights."""
         p = self.p_
         s = self._products()
-        self.bias = self._capped = self._lin = self.sink = None
-        self._hide(s)
+        self._blank()
+        self._hide(s, late=True)
         top, lse = (x[self.heads.part, :, self.rows].flatten(1, 2) for x in (p.row_max, p.lse))
         self.empty = top == -math.inf
         if bool(self.empty.any()):
@@ -67,6 +79,7 @@ class Block:
         self.m, self.lse, self.l = (x.to(p.dtype) for x in (top, lse, (lse - top).exp()))
         self.sink_e = torch.zeros_like(self.m)
         self.p = s.sub_(self.lse).exp_()
+        self._clear_corner()
 
     @cached_property
     def far(self) -> Tensor:
@@ -76,7 +89,7 @@ class Block:
     def _softmax(self) -> None:
         p, dtype = self.p_, self.p_.dtype
         s = self._products()
-        self.bias = self._capped = self._lin = None
+        self._blank()
         if p.spec.softcap is not None:
             self._lin = s.to(dtype)
             s = p.spec.softcap * torch.tanh(s / p.spec.softcap)
@@ -128,12 +141,13 @@ class Block:
         d: Tensor = torch.nn.functional.threshold(self.far, NEGLIGIBLE, 0.0)
         return d
 
-    def _hide(self, s: Tensor) -> None:
-        """−∞ where hidden, in place; how many keys each row sees."""
+    def _hide(self, s: Tensor, late: bool = False) -> None:
+        """−∞ where hidden, in place; how many keys each row sees. `late`: what causality alone hides is left to
+        `_clear_corner`."""
         spec, extras = self.p_.spec, self.p_.extras
         causal = spec.right is not None and spec.left is None and extras.rows is None
         if causal and extras.given in ((), ("sinks",)):
-            self._hide_corner(s, spec.right or 0)
+            self._hide_corner(s, spec.right or 0, late)
             return
         self.count = (
             torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
@@ -149,7 +163,7 @@ class Block:
             s.masked_fill_(hidden, -math.inf)
             self.count -= hidden.sum(-1, keepdim=True)
 
-    def _hide_corner(self, s: Tensor, right: int) -> None:
+    def _hide_corner(self, s: Tensor, right: int, late: bool) -> None:
         """The same where causality alone hides: nothing left of a block's corner is touched."""
         keys = s.shape[-1]
         first = (
@@ -163,9 +177,17 @@ class Block:
         count = (row + first).clamp_(0, keys).repeat(self.group)
         self.count = count[None, :, None].expand(*s.shape[:2], 1)
         start = min(max(first, 0), keys)
-        if start < keys:
+        if late:
+            self._corner = (start, first - start - 1) if start < keys else None
+        elif start < keys:
             corner = self.heads.corner(self.width, keys - start, first - start)
             s.view(-1, self.width, keys)[..., start:].masked_fill_(corner, -math.inf)
+
+    def _clear_corner(self) -> None:
+        """0 where causality alone hides: a tenth of the time of −∞ beforehand, where no exp overflows."""
+        if self._corner is not None:
+            start, diagonal = self._corner
+            self.p.view(-1, self.width, self.p.shape[-1])[..., start:].tril_(diagonal)
 
     @property
     def _shift(self) -> int:
@@ -404,7 +426,8 @@ class Block:
 
     @cached_property
     def p2_sum(self) -> Tensor:
-        return torch.linalg.vector_norm(self.p, dim=-1, keepdim=True).square_()
+        squares: Tensor = torch.linalg.vector_norm(self.p, dim=-1, keepdim=True).square_()
+        return squares
 
     def about(self, w: Tensor, point: Tensor | None) -> Tensor:
         """Σ_j w_j (v_jc − point_c)² in FP64 for w ≥ 0; `point` None is 0. The heaviest key is taken apart: where

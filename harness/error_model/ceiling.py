@@ -15,6 +15,7 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing
 from harness.error_model.problem import NEGLIGIBLE
 from harness.error_model.variance import Spread
+from harness.finite import all_finite
 from harness.formats import get_format
 from harness.recipe import Recipe
 
@@ -99,7 +100,8 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     leaves = b.leaves(recipe)
     if not form.subtract_max:
         leaves = leaves | _unheld(b, recipe)
-    error, lse = (x.nan_to_num_(math.inf, math.inf) for x in (error, lse.double()))
+    lse = lse.double()
+    error, lse = (x if all_finite(x) else x.nan_to_num_(math.inf, math.inf) for x in (error, lse))
     if bool(leaves.any()):
         error, lse = (x.masked_fill_(leaves, math.inf) for x in (error, lse))
     return Spread(error, lse)

@@ -17,6 +17,7 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing, within
 from harness.error_model.problem import CHUNK, NEGLIGIBLE
 from harness.error_model.running import C2, Groups, binade, power
+from harness.finite import all_finite
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
 
@@ -56,7 +57,7 @@ def unpredicted(b: Block) -> Spread:
 
 class _Spread(Groups):
     def total(self) -> Spread:
-        b, o = self.b, self.b.o
+        b = self.b
         self._scores()
         self._casts()
         self._base()
@@ -83,7 +84,7 @@ class _Spread(Groups):
         if bool(leaves.any()):
             var.masked_fill_(leaves, math.inf)
         lse = lse.nan_to_num_(math.inf, math.inf).masked_fill_(leaves, math.inf)
-        return Spread(var.nan_to_num_(math.inf, math.inf), lse)
+        return Spread(var if all_finite(var) else var.nan_to_num_(math.inf, math.inf), lse)
 
     def _out_holds(self, out: FloatFormat) -> bool:
         """An accumulator in the output's format that nothing divides or scales is not rounded again."""
@@ -279,22 +280,21 @@ class _Spread(Groups):
             first, second = self._partial_sums(min(self.size, CHUNK))
             more = blocks - 1
             rows = 4 / blocks + 2 * more / 3
-            of_o, of_terms = more / 3 + rows + (1 + factors), more / 6
+            of_o, of_terms = more / 3 + rows + (1 + factors), more / 6 + extra
         elif self.form.arrangement == "split":
             first, second = partial_sums(n / self.parts, CHUNK)
-            of_o, of_terms = torch.full_like(n, 1 + factors), 0.0
+            of_o, of_terms = torch.full_like(n, 1 + factors), torch.full_like(n, extra)
             rows = torch.zeros_like(n)  # in _merge
         else:
             first, second = self._partial_sums(self.chunk)
             rows = 4 + n / 768
-            of_o, of_terms = rows + (factors + (not self.early)), float(self.early)
+            of_o, of_terms = rows + (factors + (not self.early)), torch.full_like(n, extra + self.early)
         self.inner = (first, second)
         self.square = square
         if self.form.arrangement != "split":
             of_o, of_terms = of_o + first, of_terms + second
         self.var.addcmul_(b.o2, u2 * of_o)
-        if extra or not isinstance(of_terms, float):
-            self.var.addcmul_(square, u2 * (of_terms + torch.full_like(n, extra)))
+        self.var.addcmul_(square, u2 * of_terms)
         tiny = self._tiny(n)
         self.var += tiny if b.nonzero is None else tiny.where(b.nonzero, 0.0)
         self.var += math.exp(2 * NEGLIGIBLE) * b.gross[1]
