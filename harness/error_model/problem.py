@@ -15,7 +15,6 @@ from harness.operands import Extras
 from harness.spec import AttentionSpec, Shape
 
 ELEMENTS = 2**20  # of one [rows, keys] buffer; about eight live at a time
-TOGETHER = 2**21  # the same of row blocks of several heads: half the operations
 LARGE = 2**22  # pairs of a call
 BLOCK_KEYS = 2**16  # at a time where FP64 is needed
 NEGLIGIBLE = (
@@ -67,10 +66,7 @@ class Problem:
         """Heads and rows that are worked on together: many small heads, or a row block of a large one."""
         n, s = self.k.shape[0], max(self.shape.S, 1)
         heads = max(1, ELEMENTS // max(1, self.shape.group * self.shape.q_len * s))
-        rows = self.shape.q_len
-        if heads == 1:
-            rows = max(1, min(256, ELEMENTS // (self.shape.group * s)))
-            heads = max(1, min(n, TOGETHER // (self.shape.group * rows * s)))
+        rows = max(1, min(256, ELEMENTS // (self.shape.group * s))) if heads == 1 else self.shape.q_len
         for first in range(0, n, heads):
             chunk = Heads(self, slice(first, min(first + heads, n)))
             for start in range(0, self.shape.q_len, max(rows, 1)):
