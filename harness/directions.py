@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from harness.attention.rows import Problem, visible
+from harness.attention.rows import Problem, key_range, visible
 from harness.by_head import head_parts, of_heads, scaled
 from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
@@ -217,6 +217,13 @@ class _Walk:
         heads = max(1, self.shape.batch * self.shape.heads * max(1, self.shape.S))
         return self.call.rows.parts(max(1, BLOCK // heads))
 
+    def _reach(self, rows: slice) -> slice:
+        """The keys that a block of rows is worked on with: all of a small call, else those that position shows and the
+        next."""
+        if self.dtype is torch.float64 or self.call.spec.right is None:
+            return slice(0, self.shape.S)
+        return slice(0, min(self.shape.S, key_range(self.p, rows).stop + 1))
+
     def _start(self, rows: slice) -> tuple[Tensor, ...]:
         """Of a block of rows: weight, o, lse, z, s, ∂s/∂log scale and p."""
         p, fold = self.p, self.p.fold
@@ -224,8 +231,9 @@ class _Walk:
             fold(x[:, :, rows]).to(self.dtype)
             for x in (self.weight, self.out, self.call.truth.lse[..., None])
         )
-        z = (fold(p.q[:, :, rows]) @ p.k.mT) * self.scale
-        seen = visible(p, rows, slice(0, self.shape.S))
+        keys = self._reach(rows)
+        z = (fold(p.q[:, :, rows]) @ p.k[:, :, keys].mT) * self.scale
+        seen = visible(p, rows, keys)
         s, slope = self._scores(z, rows)
         lse = torch.where(torch.isfinite(lse), lse, math.inf)  # a row without mass weighs nothing
         prob = torch.exp(s - lse)
@@ -234,17 +242,17 @@ class _Walk:
     def keys(self, rows: slice) -> tuple[Tensor, Tensor]:
         """`key_powers` of a block of rows."""
         weight, o, *_, prob = self._start(rows)
-        v, p2 = self.p.v, prob * prob
+        v, p2 = self.p.v[:, :, self._reach(rows)], prob * prob
         found = []
         for w in (weight, torch.ones_like(weight)):  # Σ_c w (v − o)², multiplied out
             far = w @ (v * v).mT - 2 * (w * o) @ v.mT + (w * o * o).sum(-1, keepdim=True)
-            found.append((p2 * far.clamp(min=0.0)).double().sum((0, 1, 2)))
+            found.append(self._of_all_keys((p2 * far.clamp(min=0.0)).double().sum((0, 1, 2))))
         return found[0], found[1]
 
     def block(self, rows: slice, deltas: Sequence[Tensor]) -> Block:
         fold = self.p.fold
         weight, o, lse, z, s, slope, prob = self._start(rows)
-        seen = visible(self.p, rows, slice(0, self.shape.S))
+        seen = visible(self.p, rows, self._reach(rows))
         g = torch.stack(list(self._directions(rows, z, s, slope, prob, seen, o, lse))).double()
         weight, w_g = weight.double(), g * weight.double()
         power = (g * w_g).sum(-1)
@@ -254,6 +262,11 @@ class _Walk:
         a = torch.where(f > 0, a / f, 0.0)
         lost = self._lost_keys(prob, o, weight.to(self.dtype), folded)
         return self._unfold(a), self._unfold(f), (g * g).sum((1, 2, 3, 4)), *lost
+
+    def _of_all_keys(self, x: Tensor) -> Tensor:
+        """`[keys]` of a block, 0 for those it does not reach."""
+        rest = self.shape.S - x.shape[0]
+        return torch.nn.functional.pad(x, (0, rest)) if rest else x
 
     def _unfold(self, x: Tensor) -> Tensor:
         """`[…, B, Hkv, G·rows]` → `[…, B, H, rows]`: blocks of rows are then joined along the last axis."""
@@ -273,8 +286,10 @@ class _Walk:
         bias = self.call.extras.bias
         assert bias is not None
         bias = bias[:, :, rows] if bias.shape[2] > 1 else bias
+        keys = self._reach(rows)
+        bias = bias[..., keys] if bias.shape[3] > 1 else bias
         bias = torch.where(torch.isfinite(bias), bias, 0.0).to(self.dtype)
-        return self.p.fold(bias.expand(-1, -1, rows.stop - rows.start, self.shape.S))
+        return self.p.fold(bias.expand(-1, -1, rows.stop - rows.start, keys.stop))
 
     def _directions(
         self,
@@ -287,7 +302,7 @@ class _Walk:
         o: Tensor,
         lse: Tensor,
     ) -> Iterator[Tensor]:
-        v = self.p.v
+        v = self.p.v[:, :, : prob.shape[-1]]
         for name in self.names:
             if name == "scale":
                 yield _moved(prob * slope, v, o)
@@ -318,7 +333,7 @@ class _Walk:
 
     def _one_key(self, name: str, rows: slice, s: Tensor, prob: Tensor, o: Tensor, lse: Tensor) -> Tensor:
         """Rows gain the key after those their position shows, or lose the first or last that weighs anything."""
-        n = self.shape.S
+        n = prob.shape[-1]
         if n == 0:
             return torch.zeros_like(o)
         if name == "next key":
@@ -367,13 +382,13 @@ class _Walk:
     def _lost_keys(
         self, prob: Tensor, o: Tensor, weight: Tensor, deltas: Sequence[Tensor]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        shown = (prob > 0).double().sum((0, 1, 2))
-        sums, squares = [], []
+        shown = self._of_all_keys((prob > 0).double().sum((0, 1, 2)))
+        v, sums, squares = self.p.v[:, :, : prob.shape[-1]], [], []
         for delta in deltas:
             w = delta.to(self.dtype) * weight
-            n = prob * ((w * o).sum(-1, keepdim=True) - w @ self.p.v.mT)
-            sums.append(n.double().sum((0, 1, 2)))
-            squares.append((n * n).double().sum((0, 1, 2)))
+            n = prob * ((w * o).sum(-1, keepdim=True) - w @ v.mT)
+            sums.append(self._of_all_keys(n.double().sum((0, 1, 2))))
+            squares.append(self._of_all_keys((n * n).double().sum((0, 1, 2))))
         empty = shown.new_zeros(0, self.shape.S)
         return (torch.stack(sums) if sums else empty), (torch.stack(squares) if squares else empty), shown
 

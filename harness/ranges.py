@@ -12,6 +12,7 @@ from torch import Tensor
 from harness.finite import argmax, finite_or_zero
 
 COUNTED_PAIRS = 2**20  # of a head, about: its histograms need no more
+_MANTISSA = 2**52 - 1
 _OCTAVES = 1100  # 2^-1074 is FP64's smallest number: every non-zero exp(s − m) has a bin
 
 _PEAKS = ("raw", "score", "score_max", "row_sum")
@@ -134,14 +135,26 @@ class Ranges:
         if not bool(defined.all()):  # rows that are NaN or empty say nothing of ranges
             p, total = p[defined], total[defined]
         self.rows += p.shape[0]
-        mantissa, exponent = torch.frexp(
-            p
-        )  # in (2^-(e+1), 2^-e]: a power of two, mantissa ½, is the upper end
-        octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
-        self.probs_count += torch.bincount(octave, minlength=_OCTAVES).double().cpu()
-        self.probs_count[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
+        octave, counts = _octaves(p)
+        self.probs_count += counts.double().cpu()
         mass = p.div_(total[:, None]).flatten()
         self.probs_mass += torch.bincount(octave, weights=mass, minlength=_OCTAVES).double().cpu()
+
+
+def _octaves(p: Tensor) -> tuple[Tensor, Tensor]:
+    """e of each p in (2^−(e+1), 2^−e], flat, at most the last bin, and how many are in each bin, zeros in none. p lies
+    in [0, 1]."""
+    # A normal number's exponent rounded up is in the bits of the number plus a mantissa of ones; 0 gives 1023.
+    octave = p.view(torch.int64).add(_MANTISSA).bitwise_right_shift_(52).neg_().add_(1023).flatten()
+    counts = torch.bincount(octave, minlength=_OCTAVES)
+    if int(counts[1022]):  # subnormal, or the smallest normal number
+        mantissa, exponent = torch.frexp(p)  # of a power of two the mantissa is ½: the upper end of its bin
+        octave = exponent.neg_().add_(mantissa == 0.5).clamp_(0, _OCTAVES - 1).flatten()
+        counts = torch.bincount(octave, minlength=_OCTAVES)
+        counts[0] -= p.numel() - int(torch.count_nonzero(p))  # frexp(0) has exponent 0
+    else:
+        counts[1023] = 0
+    return octave, counts
 
 
 def _extremes(x: Tensor) -> tuple[float, float]:

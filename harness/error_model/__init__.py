@@ -62,7 +62,7 @@ def expectations(
     problem = Problem(
         shape, spec, extras, q.double().reshape(*split, shape.head_dim),
         k.flatten(0, 1), v.flatten(0, 1), truth.out.reshape(*split, shape.E),
-        scales or (None, None, None), dtype,
+        truth.lse.reshape(*split, 1), truth.row_max.reshape(*split, 1), scales or (None, None, None), dtype,
     )  # fmt: skip
     results: dict[tuple[str, Form], Expectation] = {}
     for recipe, form in named:

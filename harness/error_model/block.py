@@ -14,7 +14,8 @@ from harness.finite import all_finite, finite_or_zero
 from harness.formats import get_format
 from harness.recipe import Recipe
 
-SMALL_SCORES = 32.0
+SMALL_SCORES = 32.0  # whose products FP32 gives within 1e-4
+NEAR_SCORES = -NEGLIGIBLE / 2  # no key that is seen is weightless beside another
 SLIGHT = 1e-3
 
 
@@ -36,12 +37,59 @@ class Block:
         self.k = heads.k[:, self.keys]
         self.o = p.out[heads.part, :, rows].flatten(1, 2)
         self.kept: dict[object, tuple[Tensor, Tensor]] = {}  # what several pairs share
-        self._softmax()
+        self._corner: tuple[int, int] | None = None
+        if self._near:
+            self._weights_of_truth()
+        else:
+            self._softmax()
+
+    @cached_property
+    def _short(self) -> bool:
+        """Whether FP32 gives the scores of a large call within 1e-4: plain, finite and small."""
+        p = self.p_
+        if (
+            not p.large
+            or p.dtype is not torch.float32
+            or p.extras.bias is not None
+            or p.spec.softcap is not None
+        ):
+            return False
+        return self._longest < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite
+
+    @property
+    def _near(self) -> bool:
+        return self._short and self._longest < NEAR_SCORES and self.p_.extras.sinks is None
+
+    def _blank(self) -> None:
+        self.bias: Tensor | None = None
+        self.sink: Tensor | None = None
+        self._lin: Tensor | None = None
+        self._capped: Tensor | None = None
+
+    def _weights_of_truth(self) -> None:
+        """The same as `_softmax` where the truth's lse says it all: no maximum, sum or quotient of the weights."""
+        p = self.p_
+        s = self._products()
+        self._blank()
+        self._hide(s, late=True)
+        top, lse = (x[self.heads.part, :, self.rows].flatten(1, 2) for x in (p.row_max, p.lse))
+        self.empty = top == -math.inf
+        if bool(self.empty.any()):
+            top, lse = (x.masked_fill(self.empty, 0.0) for x in (top, lse))
+        self.m, self.lse, self.l = (x.to(p.dtype) for x in (top, lse, (lse - top).exp()))
+        self.sink_e = torch.zeros_like(self.m)
+        self.p = s.sub_(self.lse).exp_()
+        self._clear_corner()
+
+    @cached_property
+    def far(self) -> Tensor:
+        """s − m, −∞ where hidden."""
+        return (self.p * self.l).log_()
 
     def _softmax(self) -> None:
         p, dtype = self.p_, self.p_.dtype
         s = self._products()
-        self.bias = self._capped = self._lin = None
+        self._blank()
         if p.spec.softcap is not None:
             self._lin = s.to(dtype)
             s = p.spec.softcap * torch.tanh(s / p.spec.softcap)
@@ -63,7 +111,7 @@ class Block:
         m = m.masked_fill(self.empty, 0.0)
         d = s.sub_(m).to(dtype)
         e = torch.threshold_(torch.exp(d), math.exp(NEGLIGIBLE), 0.0)
-        self.far = d  # −∞ where hidden
+        self.far = d
         self.m = m.to(dtype)
         self.sink = None if sink is None else (sink - m).to(dtype)
         self.sink_e = torch.zeros_like(self.m) if self.sink is None else torch.exp(self.sink)
@@ -76,11 +124,9 @@ class Block:
 
     def _products(self) -> Tensor:
         """scale·q·k: in FP64, or in FP32 for a large call whose scores that gives within 1e-4."""
-        p = self.p_
-        if p.large and p.dtype is torch.float32 and p.extras.bias is None and p.spec.softcap is None:
+        if self._short:
             q, k = self._finite_qk
-            if float(self.length_bound.amax()) < SMALL_SCORES and all_finite(self.q) and self.heads.k_finite:
-                return q @ k.mT
+            return torch.bmm(q, k.mT, out=self.p_.space("scores", *q.shape[:2], k.shape[1]))
         q, step = self.q * self.scale, BLOCK_KEYS
         if self.k.shape[1] <= step:
             return q @ self.k.double().mT
@@ -95,12 +141,13 @@ class Block:
         d: Tensor = torch.nn.functional.threshold(self.far, NEGLIGIBLE, 0.0)
         return d
 
-    def _hide(self, s: Tensor) -> None:
-        """−∞ where hidden, in place; how many keys each row sees."""
+    def _hide(self, s: Tensor, late: bool = False) -> None:
+        """−∞ where hidden, in place; how many keys each row sees. `late`: what causality alone hides is left to
+        `_clear_corner`."""
         spec, extras = self.p_.spec, self.p_.extras
         causal = spec.right is not None and spec.left is None and extras.rows is None
         if causal and extras.given in ((), ("sinks",)):
-            self._hide_corner(s, spec.right or 0)
+            self._hide_corner(s, spec.right or 0, late)
             return
         self.count = (
             torch.full_like(s[..., :1], s.shape[-1]) if s.shape[-1] else s.new_zeros(*s.shape[:-1], 1)
@@ -116,7 +163,7 @@ class Block:
             s.masked_fill_(hidden, -math.inf)
             self.count -= hidden.sum(-1, keepdim=True)
 
-    def _hide_corner(self, s: Tensor, right: int) -> None:
+    def _hide_corner(self, s: Tensor, right: int, late: bool) -> None:
         """The same where causality alone hides: nothing left of a block's corner is touched."""
         keys = s.shape[-1]
         first = (
@@ -130,11 +177,17 @@ class Block:
         count = (row + first).clamp_(0, keys).repeat(self.group)
         self.count = count[None, :, None].expand(*s.shape[:2], 1)
         start = min(max(first, 0), keys)
-        if start < keys:
-            hidden = torch.ones(self.width, keys - start, dtype=torch.bool, device=s.device).triu_(
-                first - start
-            )
-            s.view(-1, self.width, keys)[..., start:].masked_fill_(hidden, -math.inf)
+        if late:
+            self._corner = (start, first - start - 1) if start < keys else None
+        elif start < keys:
+            corner = self.heads.corner(self.width, keys - start, first - start)
+            s.view(-1, self.width, keys)[..., start:].masked_fill_(corner, -math.inf)
+
+    def _clear_corner(self) -> None:
+        """0 where causality alone hides: a tenth of the time of −∞ beforehand, where no exp overflows."""
+        if self._corner is not None:
+            start, diagonal = self._corner
+            self.p.view(-1, self.width, self.p.shape[-1])[..., start:].tril_(diagonal)
 
     @property
     def _shift(self) -> int:
@@ -170,6 +223,32 @@ class Block:
     def alive_gross(self) -> Tensor:
         """Σ_j |v_jc| over the keys that weigh something, FP64."""
         return ((self.p > 0).to(self.p.dtype) @ self.heads.abs_v[:, self.keys]).double()
+
+    @cached_property
+    def wide_m(self) -> Tensor:
+        return self.m.double()
+
+    @cached_property
+    def wide_l(self) -> Tensor:
+        return self.l.double()
+
+    @cached_property
+    def wide_lse(self) -> Tensor:
+        return self.lse.double()
+
+    @cached_property
+    def o2(self) -> Tensor:
+        return self.o.square()
+
+    @cached_property
+    def abs_o(self) -> Tensor:
+        return self.o.abs()
+
+    @cached_property
+    def nonzero(self) -> Tensor | None:
+        """Where the output is not 0; None: everywhere."""
+        where = self.o != 0
+        return None if bool(where.all()) else where
 
     @cached_property
     def keys_seen(self) -> Tensor:
@@ -335,14 +414,20 @@ class Block:
             self.kept[key] = (self.about(weights, None), self.m)
         return self.kept[key][0]
 
-    @cached_property
-    def gross(self) -> Tensor:
+    @property
+    def gross(self) -> tuple[Tensor, Tensor]:
         """Σ_j |v_jc| and Σ_j v_jc² over all keys, hidden ones too: what weightless keys can add."""
-        return torch.stack([x.sum(1, keepdim=True).double() for x in (self.heads.abs_v, self.heads.squares)])
+        return self.heads.gross
+
+    @property
+    def any_v(self) -> Tensor:
+        """1 where a channel of V is not 0 throughout, else 0."""
+        return self.heads.any_v
 
     @cached_property
     def p2_sum(self) -> Tensor:
-        return self.p2.sum(-1, keepdim=True)
+        squares: Tensor = torch.linalg.vector_norm(self.p, dim=-1, keepdim=True).square_()
+        return squares
 
     def about(self, w: Tensor, point: Tensor | None) -> Tensor:
         """Σ_j w_j (v_jc − point_c)² in FP64 for w ≥ 0; `point` None is 0. The heaviest key is taken apart: where

@@ -15,6 +15,7 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing
 from harness.error_model.problem import NEGLIGIBLE
 from harness.error_model.variance import Spread
+from harness.finite import all_finite
 from harness.formats import get_format
 from harness.recipe import Recipe
 
@@ -75,31 +76,34 @@ def ceiling(b: Block, recipe: Recipe, form: Form) -> Spread:
     faint = torch.exp((0.95 * NEGLIGIBLE + largest).clamp(max=60.0)).double()
     delta = delta + n * faint
     if slight:
-        weighed = (alpha.double() + rho * (1 + a)) * b.mean_abs
+        error = b.mean_abs * (alpha.double() + rho * (1 + a))
     else:
         weighed = alpha.add_((rho * (1 + a)).to(alpha.dtype)).mul_(b.p)
-        weighed = (weighed @ b.heads.abs_v[:, b.keys]).double()
-    error = weighed + least[0] + faint * b.gross[0]
+        error = (weighed @ b.heads.abs_v[:, b.keys]).double()
+    error.add_(least[0]).addcmul_(faint, b.gross[0])
     if recipe.accumulator is not None:
         # Of what is really added up, quantised weights and all. A kernel may add its blocks in one sum, rescaled in
         # place, so that a block's keys are no bound.
         error = error + recipe.accumulator.loss(span) * (b.mean_abs + error)
-    error = error + delta * b.o.abs()
-    error = torch.where(delta < 0.999, error / (1 - delta.clamp(max=0.999)), math.inf) * SLACK
+    # Where the denominator may vanish, nothing is promised.
+    error.addcmul_(delta, b.abs_o).mul_(torch.where(delta < 0.999, SLACK / (1 - delta), math.inf))
     alone = (b.count == 1) & (b.sink_e == 0) & form.subtract_max
     if bool(alone.any()):  # one key's value, whatever happens to its score: exp(s − s) is 1
         lost = 0.0 if recipe.accumulator is None else recipe.accumulator.loss(span)
-        own = ((rho + rest + lost) * b.o.abs() + least[0]) / (1 - rest) * SLACK
+        own = ((rho + rest + lost) * b.abs_o + least[0]) / (1 - rest) * SLACK
         error = torch.where(alone & (rest < 0.999), torch.minimum(own, error), error)
     out = rounded(recipe, "out")
     if out is not None:
-        error = error + out.unit_roundoff * (error + b.o.abs()) + out.min_subnormal / 2
+        error.mul_(1 + out.unit_roundoff).add_(b.abs_o, alpha=out.unit_roundoff).add_(out.min_subnormal / 2)
     log = (b.lse - b.m).abs()
     lse = delta + torch.where(delta < 0.5, delta**2, math.inf) + 4 * u * (b.lse.abs() + log + b.m.abs())
     leaves = b.leaves(recipe)
     if not form.subtract_max:
         leaves = leaves | _unheld(b, recipe)
-    error, lse = (torch.where(torch.isnan(x) | leaves, math.inf, x) for x in (error, lse.double()))
+    lse = lse.double()
+    error, lse = (x if all_finite(x) else x.nan_to_num_(math.inf, math.inf) for x in (error, lse))
+    if bool(leaves.any()):
+        error, lse = (x.masked_fill_(leaves, math.inf) for x in (error, lse))
     return Spread(error, lse)
 
 
@@ -126,9 +130,9 @@ def _scores(b: Block, recipe: Recipe, u: float, d: int) -> tuple[Tensor, float]:
 def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Tensor, Tensor]:
     """What subnormal spacings add: to the sum, to a denominator of quantised P, to any denominator."""
     base = get_format(recipe.base)
-    l = b.l.double()  # noqa: E741
+    l = b.wide_l  # noqa: E741
     if not form.subtract_max:
-        l = l * torch.exp(b.m.double())  # noqa: E741
+        l = l * torch.exp(b.wide_m)  # noqa: E741
     every = spacing(recipe, "exp") / 2 + steps * spacing(recipe, "rescale") / 2
     cast = spacing(recipe, "probs") / (2 * recipe.p_scale)
     n = b.keys_seen
@@ -137,12 +141,12 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
     gross = b.alive_gross if counted else b.gross[0]
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
-    out = weight * gross + held / recipe.p_scale / l
+    out = (weight * gross).add_(held / recipe.p_scale / l)
     # V itself may be subnormal: each product and sum is on the base's spacing, and the quotient with its factors.
     scale = b.heads.scale("v")
     factor = max(1.0, 1 / recipe.p_scale, 1.0 if scale is None else float(scale.max()))
     sums = (n + steps) / (1.0 if recipe.normalise == "early" else l) + 2
-    out = out + torch.where(b.gross[0] > 0, base.min_subnormal * factor * sums, 0.0)
+    out.addcmul_(b.any_v, base.min_subnormal * factor * sums)
     rows = (2 * steps + 2) * spacing(recipe, "row_sum") / 2 / l
     return out, n * cast / l, n * (every + tiny) / l + rows
 
@@ -152,6 +156,6 @@ def _unheld(b: Block, recipe: Recipe) -> Tensor:
     scale = b.heads.scale("v")
     codes = b.heads.abs_v if scale is None else b.heads.abs_v / scale.to(b.heads.abs_v.dtype)
     most = float(codes.amax()) if codes.numel() else 1.0
-    peak = b.m.double() + b.l.double().log() + math.log(max(1.0, recipe.p_scale) * max(1.0, most))
+    peak = b.wide_m + b.wide_l.log() + math.log(max(1.0, recipe.p_scale) * max(1.0, most))
     tops = (get_format(recipe.format_of(s)).max for s in ("exp", "probs", "row_sum", "acc"))
     return (peak > min(math.log(x) for x in tops) - 0.1) | (b.m < -80)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -43,8 +44,18 @@ class Problem:
     k: Tensor
     v: Tensor
     out: Tensor
+    lse: Tensor  # of the truth, as its row maximum, `[N, G, L, 1]`
+    row_max: Tensor
     scales: tuple[Tensor | None, Tensor | None, Tensor | None]
     dtype: torch.dtype
+    spaces: dict[str, Tensor] = field(default_factory=dict)
+
+    def space(self, name: str, *size: int) -> Tensor:
+        """Room for a matrix of the block at work, the same for all blocks: fresh memory costs as much as an exp."""
+        count = math.prod(size)
+        if name not in self.spaces or self.spaces[name].numel() < count:
+            self.spaces[name] = torch.empty(count, dtype=self.dtype, device=self.q.device)
+        return self.spaces[name][:count].view(size)
 
     @property
     def large(self) -> bool:
@@ -92,6 +103,15 @@ class Heads:
         longest = torch.stack(lengths).amax(0) if lengths else self.k.new_zeros(1)
         self.longest = longest[:, None, None].to(p.dtype)
         self.index = torch.arange(part.start, part.stop, device=v.device)
+        self._corners: dict[tuple[int, int, int], Tensor] = {}
+
+    def corner(self, rows: int, keys: int, diagonal: int) -> Tensor:
+        """True from a diagonal on. Most blocks of a head have the same one."""
+        key = (rows, keys, diagonal)
+        if key not in self._corners:
+            ones = torch.ones(rows, keys, dtype=torch.bool, device=self.v.device)
+            self._corners = {key: ones.triu_(diagonal)}
+        return self._corners[key]
 
     def _made(self, x: Tensor, width: int, make: Callable[[Tensor], Tensor]) -> Tensor:
         """`make` of blocks of `x` in FP64, kept in the model's type."""
@@ -120,6 +140,16 @@ class Heads:
     @cached_property
     def squares(self) -> Tensor:
         return self._made(self.v, self.v.shape[2], torch.square)
+
+    @cached_property
+    def gross(self) -> tuple[Tensor, Tensor]:
+        """Σ_j |v_jc| and Σ_j v_jc² over all keys, FP64 `[n, 1, E]`."""
+        total, squares = (x.sum(1, keepdim=True).double() for x in (self.abs_v, self.squares))
+        return total, squares
+
+    @cached_property
+    def any_v(self) -> Tensor:
+        return (self.gross[0] > 0).double()
 
     @cached_property
     def finite_k(self) -> Tensor:

@@ -18,11 +18,16 @@ C2 = 1 / (8 * math.log(2))  # mean of (error / u·x)² over log-uniform signific
 
 def binade(x: Tensor, fmt: FloatFormat) -> Tensor:
     """2^⌊log2 x⌋ for x ≥ 0, at least the smallest normal of `fmt`."""
+    return power(x.abs()).clamp_(min=fmt.min_normal)
+
+
+def power(x: Tensor) -> Tensor:
+    """±2^⌊log2 |x|⌋ of each element in place, 0 of one below the normal numbers of its type."""
     if x.dtype is torch.float32:
-        power = (x.view(torch.int32) & 0x7F800000).view(torch.float32)
+        x.view(torch.int32).bitwise_and_(-0x800000)
     else:
-        power = (x.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
-    return power.clamp_(min=fmt.min_normal)
+        x.view(torch.int64).bitwise_and_(-0x10000000000000)
+    return x
 
 
 class Groups:
@@ -46,7 +51,7 @@ class Groups:
         self.lead = (b.keys.start - b.span.start) % self.size if form.arrangement != "whole" else 0
         self.here = max(1, -(-(self.lead + b.p.shape[-1]) // self.size))
         self.var = torch.zeros_like(b.o)
-        self.bias = torch.zeros_like(b.o)  # errors of one sign
+        self.bias, self.biased = torch.zeros_like(b.o), False  # errors of one sign, and whether there are any
         self.lse = torch.zeros_like(b.m, dtype=b.o.dtype)
         self.lse_bias = torch.zeros_like(self.lse)
         self.inner = (
@@ -78,6 +83,14 @@ class Groups:
         rest = self.here * self.size - self.lead - x.shape[-1]
         x = torch.nn.functional.pad(x, (self.lead, rest)) if self.lead or rest else x
         return x.view(*x.shape[:2], self.here, self.size)
+
+    def _facing(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The weights and `x` `[n, R, parts]` in shapes that broadcast."""
+        if x.shape[-1] == 1:
+            return self.b.p, x
+        if self.lead or self.b.p.shape[-1] != self.here * self.size:
+            return self.b.p, self._per_key(x)
+        return self._grouped(self.b.p), x[..., None]
 
     def _per_key(self, x: Tensor) -> Tensor:
         """`[n, R, parts]` → one for each key."""
@@ -124,6 +137,7 @@ class Groups:
             rounded(r, "acc"), sums, parts, held_o, moved[..., None], unit[..., None] * scale[:, :, None]
         )
         self.var += lost_o[0] + lost_l[0] * b.o**2
+        self.biased = True
         self.bias += lost_o[1] - lost_l[1] * b.o
         self.lse += lost_l[0]
         self.lse_bias += lost_l[1]
@@ -212,6 +226,7 @@ class Groups:
         lost_o = self._running(acc, sums, parts, before, still[..., None], unit[..., None])
         lost_l = self._running(row_sum, totals, masses, held, still, unit)
         self.var += lost_o[0] + u2 * (sums**2 * added[..., None]).sum(2)
+        self.biased = True
         self.bias += lost_o[1] - lost_l[1] * b.o
         self.lse_bias += lost_l[1]
         rows = lost_l[0] + u2 * (totals**2 * added).sum(-1, keepdim=True) + C2 * u_l2 * (share > 0)

@@ -16,10 +16,12 @@ from torch import Tensor
 from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing, within
 from harness.error_model.problem import CHUNK, NEGLIGIBLE
-from harness.error_model.running import C2, Groups, binade
+from harness.error_model.running import C2, Groups, binade, power
+from harness.finite import all_finite
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
 
+VANISHING = 1e-30  # far below any e^NEGLIGIBLE / l
 LINEAR = 0.03  # of σ² of a score: up to here p changes in proportion to its error
 
 
@@ -55,7 +57,7 @@ def unpredicted(b: Block) -> Spread:
 
 class _Spread(Groups):
     def total(self) -> Spread:
-        b, o = self.b, self.b.o
+        b = self.b
         self._scores()
         self._casts()
         self._base()
@@ -69,17 +71,20 @@ class _Spread(Groups):
             self._whole()
         # A row of one key is that key's value whatever happens to its score.
         alone = (b.count == 1) & (b.sink_e == 0) & self.form.subtract_max  # exp(s)·v / exp(s) is rounded
-        var = (self.var + self.bias**2).masked_fill(alone, 0.0).masked_fill(b.leaves(self.recipe), math.inf)
-        lse = self.lse + self.lse_bias**2
-        log = b.lse - b.m
-        lse = lse + C2 * self.u**2 * (b.lse.double() ** 2 + 2 * log.double() ** 2)
+        var = self.var.addcmul_(self.bias, self.bias) if self.biased else self.var
+        if bool(alone.any()):
+            var.masked_fill_(alone, 0.0)
+        log, full = (b.wide_lse - b.wide_m).square_(), b.wide_lse.square()
+        lse = self.lse + self.lse_bias**2 + C2 * self.u**2 * (full + 2 * log)
         out = rounded(self.recipe, "out")
         if out is not None and not self._out_holds(out):
-            var = var + torch.clamp(C2 * out.unit_roundoff**2 * o * o, min=out.min_subnormal**2 / 12).where(
-                o != 0, 0.0
-            )
-        var, lse = (torch.where(torch.isnan(x), math.inf, x) for x in (var, lse))
-        return Spread(var, lse.masked_fill(b.leaves(self.recipe), math.inf))
+            own = (b.o2 * (C2 * out.unit_roundoff**2)).clamp_(min=out.min_subnormal**2 / 12)
+            var += own if b.nonzero is None else own.where(b.nonzero, 0.0)
+        leaves = b.leaves(self.recipe)
+        if bool(leaves.any()):
+            var.masked_fill_(leaves, math.inf)
+        lse = lse.nan_to_num_(math.inf, math.inf).masked_fill_(leaves, math.inf)
+        return Spread(var if all_finite(var) else var.nan_to_num_(math.inf, math.inf), lse)
 
     def _out_holds(self, out: FloatFormat) -> bool:
         """An accumulator in the output's format that nothing divides or scales is not rounded again."""
@@ -177,7 +182,7 @@ class _Spread(Groups):
     def _mean_square(self, point: Tensor) -> Tensor:
         """Mean over the head's keys of (v − point)²."""
         v = self.b.heads
-        return v.mean_square.double() + (v.centre - point) ** 2
+        return (v.centre - point).square_().add_(v.mean_square)
 
     # -- casts of exp and of P
 
@@ -209,6 +214,7 @@ class _Spread(Groups):
             self.lse += noise.sum(-1, keepdim=True).double()
         if lost is not None:
             self.bias += b.shift(lost, point)
+            self.biased = True
             if point is not None:
                 self.lse_bias += lost.sum(-1, keepdim=True).double()
 
@@ -218,12 +224,11 @@ class _Spread(Groups):
         """Variance of p_j when factor·kappa·p_j is rounded to `fmt`, and what surely changes: keys that flush
         (−p_j) or saturate."""
         b = self.b
+        noise = self._cast_sizes(fmt, factor, kappa, exact_top).square_()
+        if fmt.emin < -30 and factor <= fmt.max and self.form.subtract_max:
+            return noise, None
         unit = self._per_key(kappa * factor)
         x = b.p * unit
-        noise = binade(x, fmt).div_(unit).square_().mul_(2.0 ** (2 - 2 * fmt.precision) / 12)
-        noise = torch.minimum(noise, b.p2, out=noise)
-        if exact_top and self.peak is not None:
-            noise.masked_fill_(b.p == self._per_key(self.peak), 0.0)
         lost = None
         if fmt.emin >= -30:
             flushed = x <= fmt.min_subnormal / 2
@@ -236,35 +241,63 @@ class _Spread(Groups):
             lost = excess if lost is None else lost + excess
         return noise, lost
 
+    def _cast_sizes(self, fmt: FloatFormat, factor: float, kappa: Tensor, exact_top: bool) -> Tensor:
+        """The root mean square error of each p_j: its spacing / √12, at most p_j. 0 where p_j is its reference's own
+        peak, which is a power of two and exact."""
+        b = self.b
+        least = fmt.min_normal / factor
+        if exact_top and self.peak is not None and least < 1:
+            # x = −p / peak is −1 for the peak, to the bit, and for nothing else.
+            p, unit = self._facing(-self.peak.clamp(min=math.exp(2 * NEGLIGIBLE)))
+            x = power(torch.div(p, unit, out=b.p_.space("casts", *p.shape)))
+            if least > VANISHING:
+                x.clamp_(max=-least)
+            torch.threshold_(x, -1.0, 0.0).mul_(unit * (2.0 ** (1 - fmt.precision) / math.sqrt(12)))
+        else:
+            p, unit = self._facing(kappa * factor)
+            x = power(torch.mul(p, unit, out=b.p_.space("casts", *p.shape)))
+            if fmt.min_normal > VANISHING or not self.form.subtract_max:
+                x.clamp_(min=fmt.min_normal)
+            x.mul_(2.0 ** (1 - fmt.precision) / math.sqrt(12) / unit)
+            if exact_top and self.peak is not None:
+                x.masked_fill_(p == self._facing(self.peak)[1], 0.0)
+        if least > VANISHING or not self.form.subtract_max:  # else no spacing is larger than its number
+            torch.minimum(x, p, out=x)
+        return x.view(b.p.shape)
+
     # -- sums, products and the division in the base
 
     def _base(self) -> None:
-        b, u2, o2 = self.b, C2 * self.u**2, self.b.o**2
+        b, u2 = self.b, C2 * self.u**2
         square = b.weight_square(self.chunk) if self.fine else b.mean_weight_square
         n = b.keys_seen
         scale = b.p_.scales[2]
         inside = scale is not None and max(scale.shape[2:]) > 1  # V is descaled on load, else the output
-        extra = square if inside else 0.0
+        extra = 1.0 if inside else 0.0
         factors = (scale is not None and not inside) + 2.0 * (not power_of_two(self.recipe.p_scale))
         if self.form.arrangement == "stream":
             blocks = torch.ceil(n / self.size).clamp(min=1.0)
             first, second = self._partial_sums(min(self.size, CHUNK))
             more = blocks - 1
-            x = more * (o2 / 3 + square / 6) + (4 / blocks + 2 * more / 3 + 1 + factors) * o2
             rows = 4 / blocks + 2 * more / 3
+            of_o, of_terms = more / 3 + rows + (1 + factors), more / 6 + extra
         elif self.form.arrangement == "split":
             first, second = partial_sums(n / self.parts, CHUNK)
-            x = (1 + factors) * o2
+            of_o, of_terms = torch.full_like(n, 1 + factors), torch.full_like(n, extra)
             rows = torch.zeros_like(n)  # in _merge
         else:
             first, second = self._partial_sums(self.chunk)
             rows = 4 + n / 768
-            x = (rows + factors) * o2 + (square if self.early else o2)
+            of_o, of_terms = rows + (factors + (not self.early)), torch.full_like(n, extra + self.early)
         self.inner = (first, second)
         self.square = square
         if self.form.arrangement != "split":
-            x = x + first * o2 + second * square
-        self.var += u2 * (x + extra) + math.exp(2 * NEGLIGIBLE) * b.gross[1] + self._tiny(n)
+            of_o, of_terms = of_o + first, of_terms + second
+        self.var.addcmul_(b.o2, u2 * of_o)
+        self.var.addcmul_(square, u2 * of_terms)
+        tiny = self._tiny(n)
+        self.var += tiny if b.nonzero is None else tiny.where(b.nonzero, 0.0)
+        self.var += math.exp(2 * NEGLIGIBLE) * b.gross[1]
         self.lse += u2 * rows
 
     def _partial_sums(self, chunk: float | Tensor) -> tuple[Tensor, Tensor]:
@@ -277,12 +310,12 @@ class _Spread(Groups):
         return self.b.kept[key]
 
     def _tiny(self, n: Tensor) -> Tensor:
-        """Sums of n subnormal terms and their quotient, each on the base's own spacing."""
+        """Sums of n subnormal terms and their quotient, each on the base's own spacing: a column."""
         b = self.b
         least = get_format(self.recipe.base).min_subnormal ** 2 / 12
-        l = b.l.double() * (1.0 if self.form.subtract_max else torch.exp(b.m.double()))  # noqa: E741
+        l = b.wide_l * (1.0 if self.form.subtract_max else torch.exp(b.wide_m))  # noqa: E741
         sums = n if self.early else n / (l * l)
-        return (least * (sums + 2)).where(b.o != 0, 0.0)
+        return least * (sums + 2)
 
     def _whole(self) -> None:
         """Rounded row sum and accumulator of a row in one piece."""
@@ -292,7 +325,7 @@ class _Spread(Groups):
             l = b.l / self.drop  # noqa: E741
             relative = (binade(l, row_sum) * 2.0 ** (1 - row_sum.precision) / l).double() ** 2 / 12
             relative = relative * (2 if b.p_.extras.sinks is not None else 1)
-            self.var += relative * b.o**2
+            self.var += relative * b.o2
             self.lse += relative
         if acc is not None and self.form.arrangement == "whole":
-            self.var += C2 * acc.unit_roundoff**2 * b.o**2
+            self.var += C2 * acc.unit_roundoff**2 * b.o2
