@@ -28,8 +28,8 @@ sys.path[:0] = [str(HERE.parent), str(HERE.parent / "tests")]
 import planted  # noqa: E402
 
 import harness  # noqa: E402
+from harness.docket import Docket  # noqa: E402
 from harness.error_model import BLACK_BOX, form_of  # noqa: E402
-from harness.judging import Docket  # noqa: E402
 from harness.operands import Extras  # noqa: E402
 
 SHAPES = ((1, 2, 128, 64), (1, 4, 256, 64))

@@ -18,9 +18,9 @@ import torch
 from harness import registry
 from harness.case import Case
 from harness.cost import attention_bytes, attention_flops, kv_bytes_per_token
+from harness.docket import Docket
 from harness.error_model import form_of
 from harness.inputs import make_inputs
-from harness.judging import Docket
 from harness.operands import NO_EXTRAS
 from harness.quantize import Stored, store
 from harness.recipe import DEFAULT_RECIPES, get_recipe

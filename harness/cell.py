@@ -13,12 +13,12 @@ from harness.attempt import Outcome, attempt
 from harness.case import Case
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
+from harness.docket import Docket, Judgement
 from harness.error_model import Expectation, Form, expectations, form_of
 from harness.facts import facts, hash_of, visible_flops
 from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
-from harness.judging import Docket, Judgement
 from harness.layer_cell import run_layer
 from harness.layouts import lay_out
 from harness.lies import lying_rows

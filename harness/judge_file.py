@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from harness.cost import kv_bytes_per_token
+from harness.docket import Docket, Judgement
 from harness.dump import Dump
 from harness.error_model import BLACK_BOX
-from harness.judging import Docket, Judgement, check_budget, store_rows, taken
+from harness.judging import check_budget, store_rows, taken
 from harness.machine import machine
 from harness.operands import Extras, check
 from harness.places import Place, by_head, by_position

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from harness.docket import Judgement
 from harness.dump import Dump
 from harness.files import write_bytes_atomically
 from harness.judge_file import FileVerdict, record_of
-from harness.judging import Judgement
 from harness.operands import check
 from harness.quantize import store
 from harness.recipe import TENSORS, get_recipe

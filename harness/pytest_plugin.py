@@ -17,7 +17,7 @@ import pytest
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from harness.judging import Judgement
+    from harness.docket import Judgement
     from harness.spec import AttentionSpec
 
 OPTION = "--attention-records"

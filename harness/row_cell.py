@@ -19,10 +19,11 @@ from harness.attempt import Outcome, outcome_of
 from harness.by_head import parts_of, store_narrow, truth_by_head
 from harness.cost import kv_bytes_per_token
 from harness.devices import synchronise, use_device
+from harness.docket import Docket, Judgement
 from harness.error_model import form_of
 from harness.facts import facts, hash_of, visible_flops
 from harness.inputs import Inputs, make_inputs
-from harness.judging import Docket, Judgement, store_rows, taken
+from harness.judging import store_rows, taken
 from harness.machine import machine
 from harness.operands import Extras
 from harness.quantize import Stored

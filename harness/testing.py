@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from harness.judging import Judgement, judge
+from harness.docket import Judgement
+from harness.judging import judge
 from harness.recipe import Recipe, get_recipe
 from harness.records import Status
 from harness.spec import AttentionSpec, rules_in_spec

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from harness.case import Case
 from harness.devices import synchronise, use_device
+from harness.docket import Docket
 from harness.error_model import form_of
 from harness.inputs import make_inputs
-from harness.judging import Docket
 from harness.operands import NO_EXTRAS
 from harness.quantize import store
 from harness.recipe import Recipe

@@ -17,12 +17,12 @@ import harness
 from harness.attention.invariance import invariance
 from harness.case import Case
 from harness.cell import Unit, run_unit
+from harness.docket import Docket
 from harness.error_model import BLACK_BOX, form_of
 from harness.gate import pool_records
 from harness.gate.rules import compare
 from harness.hazards import RangeLedger
 from harness.inputs import make_inputs
-from harness.judging import Docket
 from harness.operands import Extras, check
 from harness.recipe import Recipe, get_recipe
 from harness.records import Diagnosis

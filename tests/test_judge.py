@@ -16,8 +16,8 @@ from torch import Tensor
 
 import harness
 from harness import AttentionSpec, Recipe, Status
+from harness.docket import Docket
 from harness.error_model import BLACK_BOX, WHOLE, Form
-from harness.judging import Docket
 from harness.operands import Extras
 
 SMALL = (1, 2, 64, 32)

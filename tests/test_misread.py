@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import harness
+from harness.docket import Docket
 from harness.error_model import BLACK_BOX
-from harness.judging import Docket
 from harness.misread import misread
 from harness.operands import NO_EXTRAS
 from harness.part import choose

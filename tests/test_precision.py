@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import harness
+from harness.docket import Judgement
 from harness.formats import get_format
-from harness.judging import Judgement
 from harness.precision import NEAR, ONE_BIT
 from harness.recipe import Recipe
 from harness.records import HazardKind, Status

@@ -10,8 +10,8 @@ from planted import Kernel, Made, made
 from torch import Tensor
 
 from harness import Status
+from harness.docket import Docket
 from harness.error_model import BLACK_BOX
-from harness.judging import Docket
 from harness.operands import Extras
 from harness.significance import ratio_limit
 from harness.verdict import FP32_LIMITS, NARROW, Verdict, over_ceiling

@@ -24,8 +24,8 @@ from benchmarks.mutants.calls import CASES, RECIPES, Call, made
 from benchmarks.mutants.limit import limit
 from benchmarks.mutants.rules import DTYPES, Field, shown, verdicts
 from benchmarks.mutants.table import Mutant, mutants
+from harness.docket import Docket
 from harness.error_model import BLACK_BOX
-from harness.judging import Docket
 
 HONEST, SDPA = "honest", "torch SDPA"
 BATCH = 6  # outputs judged at once
