@@ -18,19 +18,8 @@ from harness.error_model.layer_parts import Bounded
 from harness.recipe import Recipe
 from harness.records import Diagnosis, Margins, Status
 from harness.significance import ratio_limit
-from harness.verdict import (
-    FEWEST_ROWS,
-    FP32_LIMITS,
-    NARROW,
-    YARDSTICK_LIMIT,
-    Ground,
-    Verdict,
-    Weights,
-    Yardstick,
-    class_reasons,
-    over_ceiling,
-    own_rounding,
-)
+from harness.verdict import FEWEST_ROWS, YARDSTICK_LIMIT, Verdict, class_reasons
+from harness.yardstick import FP32_LIMITS, NARROW, Ground, Weights, Yardstick, over_ceiling, own_rounding
 
 PARTS = {
     "q": "W_Q's product, its turn or its store", "k": "W_K's product, its turn or its store",

@@ -25,7 +25,7 @@ from harness.recipe import TENSORS, Recipe
 from harness.rounding import ulp
 from harness.spec import AttentionSpec, Shape
 from harness.truth import reference
-from harness.verdict import FP32_LIMITS, NARROW
+from harness.yardstick import FP32_LIMITS, NARROW
 
 C = 1 / math.sqrt(8 * math.log(2))  # RMS of one rounding of a log-uniform significand, in units of u
 PROBABILITY = 1e-3

@@ -16,7 +16,7 @@ from harness import AttentionSpec, get_recipe, reference
 from harness.directions import DIRECTIONS, Call, _Walk, key_powers, project
 from harness.operands import Extras, check
 from harness.rounding import ulp
-from harness.verdict import independent_rows
+from harness.yardstick import independent_rows
 
 STEP = 1e-5  # central differences: h² of the third derivative, and 2⁻⁵³/h of rounding, both ≲ 1e-10 here
 

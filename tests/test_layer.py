@@ -40,7 +40,7 @@ from harness.optional import MissingExtra
 from harness.recipe import LAYER_STAGES, Recipe, get_recipe
 from harness.records import HazardKind
 from harness.significance import ratio_limit
-from harness.verdict import FP32_LIMITS, NARROW
+from harness.yardstick import FP32_LIMITS, NARROW
 
 CAUSAL = AttentionSpec(causal=True)
 SHAPE = Shape(1, 4, 48, 16, kv_heads=2)

@@ -14,7 +14,8 @@ from harness.docket import Docket
 from harness.error_model import BLACK_BOX
 from harness.operands import Extras
 from harness.significance import ratio_limit
-from harness.verdict import FP32_LIMITS, NARROW, Verdict, over_ceiling
+from harness.verdict import Verdict
+from harness.yardstick import FP32_LIMITS, NARROW, over_ceiling
 
 SIZE = (1, 2, 64, 32)
 

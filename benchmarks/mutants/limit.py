@@ -33,7 +33,8 @@ from harness.directions import key_powers, project
 from harness.formats import get_format
 from harness.rounding import ulp
 from harness.significance import CLIP_SPREAD, FEW_ROWS, SPREAD_RATIO, TWIN_LIMIT, ratio_limit, threshold
-from harness.verdict import BLOCK_ROWS, Bench
+from harness.verdict import Bench
+from harness.yardstick import BLOCK_ROWS
 
 SIGMAS = 3.0
 HALF_NORMAL = 2 / math.pi
