@@ -2,6 +2,9 @@
 
 For every cell: draw the inputs, store them, compute attention in FP64 with whole matrices, run the implementation,
 compare. No judgement, no ranges, no hazards, no second truth, no relations: what a careful afternoon gives.
+
+With `--judged` every cell gets its answer too, by the public door: `harness.judge` on the inputs and the output, which
+shares nothing with the cell before. Its statuses are compared with the session's.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+import harness
 from harness import registry
 from harness.case import load_cases
-from harness.cell import Unit
+from harness.cell import Unit, run_unit
+from harness.error_model import form_of
 from harness.inputs import make_inputs
 from harness.operands import Extras
 from harness.pipeline import plan
 from harness.quantize import quantize
-from harness.recipe import TENSORS
+from harness.recipe import TENSORS, Recipe
+from harness.records import Status
 from harness.result import Refusal
 from harness.spec import AttentionSpec
 
@@ -79,6 +85,35 @@ def run(units: Sequence[Unit]) -> int:
     return done
 
 
+def run_judged(units: Sequence[Unit]) -> dict[tuple[str, str, str, int], Status]:
+    """The status of each cell, judged by itself."""
+    found = {}
+    for unit in units:
+        case = unit.case
+        for recipe in unit.recipes:
+            for name in unit.implementations:
+                found[case.id, name, recipe.name, unit.seed] = _judged(unit, recipe, name)
+    return found
+
+
+def _judged(unit: Unit, recipe: Recipe, name: str) -> Status:
+    case = unit.case
+    inputs, implementation = make_inputs(case, unit.seed), registry.get(name)
+    options = inputs.extras.as_options()
+    if implementation.refusals(case.spec, case.shape, recipe, inputs.extras.given):
+        return Status.REFUSED
+    try:
+        result = implementation.run(*inputs.tensors, case.spec, recipe=recipe, quantize=True, **options)
+    except Refusal:
+        return Status.REFUSED
+    judged = harness.judge(
+        result.out, *inputs.tensors, spec=case.spec, recipe=recipe, lse=result.lse, quantize=True,
+        form=form_of(name), **options,
+    )  # fmt: skip
+    status: Status = judged.status
+    return status
+
+
 def chosen(every: int) -> list[Unit]:
     """Every so manieth unit of the default run, whole layers apart."""
     return [u for u in plan(load_cases("all"), seeds=3) if u.case.layer is None][::every]
@@ -87,15 +122,30 @@ def chosen(every: int) -> list[Unit]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=8, help="take every so manieth case and seed")
+    parser.add_argument("--judged", action="store_true", help="judge each cell by itself")
     given = parser.parse_args()
     torch.set_num_threads(1)
     units = chosen(given.every)
     start, cpu = time.perf_counter(), time.process_time()
     with torch.inference_mode():
-        cells = run(units)
-    print(
-        f"{len(units)} units, {cells} cells: {time.perf_counter() - start:.1f} s, CPU {time.process_time() - cpu:.1f} s"
-    )
+        found = run_judged(units) if given.judged else {}
+        cells = len(found) if given.judged else run(units)
+    took = f"{time.perf_counter() - start:.1f} s, CPU {time.process_time() - cpu:.1f} s"
+    print(f"{len(units)} units, {cells} cells: {took}")
+    if given.judged:
+        _compare(units, found)
+
+
+def _compare(units: Sequence[Unit], found: dict[tuple[str, str, str, int], Status]) -> None:
+    """With the session: its time, and cells that it answers otherwise."""
+    cpu = time.process_time()
+    records = [record for unit in units for record in run_unit(unit)]
+    print(f"the session on the same: CPU {time.process_time() - cpu:.1f} s")
+    for r in records:
+        if found[r.key] is not r.status:
+            print(
+                f"{' · '.join(map(str, r.key))}: {found[r.key].value} alone, {r.status.value} in the session"
+            )
 
 
 if __name__ == "__main__":

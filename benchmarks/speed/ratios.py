@@ -195,13 +195,19 @@ def startup(rounds: int) -> list[Measured]:
 
 
 def whole(rounds: int) -> list[Measured]:
+    bare, judged = session.plain(rounds)
     return [
         _measured(
             "the accuracy session ÷ its implementation runs and one truth a storage",
             session.over_runs(rounds),
             1.3,
         ),
-        _measured("a plain script that does the same cells ÷ the session", session.plain(rounds), 5.0, False),
+        _measured(
+            "a plain script that judges each of the same cells by itself ÷ the session", judged, 5.0, False
+        ),
+        _measured(
+            "a plain script that runs and compares them, and judges nothing ÷ the session", bare, float("inf")
+        ),
     ]
 
 

@@ -52,16 +52,19 @@ def over_runs(rounds: int) -> Ratio:
     return summary([a / b for a, b in zip(whole, least, strict=True)], whole, least)
 
 
-def plain(rounds: int) -> Ratio:
-    """Plain script ÷ session, CPU time of the same units."""
+def plain(rounds: int) -> tuple[Ratio, Ratio]:
+    """Plain script ÷ session, CPU time of the same units: judging nothing, and judging each cell by itself."""
     units = plain_script.chosen(EVERY)
 
     def script() -> None:
         with torch.inference_mode():
             plain_script.run(units)
 
+    def judged() -> None:
+        plain_script.run_judged(units)
+
     def ours() -> None:
         for unit in units:
             run_unit(unit)
 
-    return paired(script, ours, min(rounds, 3))
+    return paired(script, ours, min(rounds, 3)), paired(judged, ours, min(rounds, 3))
