@@ -15,17 +15,37 @@ from functools import cache, partial
 
 import torch
 
+try:
+    import resource
+
+    _THREAD = getattr(resource, "RUSAGE_THREAD", None)
+except ImportError:  # Windows
+    _THREAD = None
+
 
 def seconds(call: Callable[[], object], calls: int, device: torch.device | str = "cpu") -> float:
     """Seconds that so many calls take, one after the other. On CUDA by events, with the L2 cache emptied before each,
-    so that every call finds its inputs in memory; on a CPU by the wall clock, caches as the call before left them."""
+    so that every call finds its inputs in memory; on a CPU by the wall clock, caches as the call before left them, less
+    the time in which other programs had the core.
+
+    That time is known where one thread does the work and never waits of its own accord (for a lock, a disk, another
+    thread): then the thread's CPU time is all that the calls took. Under load it decides: whoever shares a core is
+    stopped every few milliseconds for as long again, in step with spans of a millisecond, so that one side of a
+    comparison can be hit again and again."""
     if torch.device(device).type == "cuda":
         return _on_cuda(call, calls, torch.device(device))
     with torch.no_grad(), _no_collection():
-        start = time.perf_counter()
+        waits, cpu, wall = _waits(), time.thread_time(), time.perf_counter()
         for _ in range(calls):
             call()
-        return time.perf_counter() - start
+        wall, cpu = time.perf_counter() - wall, time.thread_time() - cpu
+        alone = waits is not None and torch.get_num_threads() == 1 and _waits() == waits
+    return min(cpu, wall) if alone else wall
+
+
+def _waits() -> int | None:
+    """How often this thread has given its core away; None where the system does not say."""
+    return None if _THREAD is None else resource.getrusage(_THREAD).ru_nvcsw
 
 
 @contextmanager

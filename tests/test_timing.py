@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -204,6 +205,38 @@ def test_the_clock_counts_calls_and_leaves_the_collector_as_it_was() -> None:
     assert seconds(lambda: calls.append(gc.isenabled()), 3) > 0
     assert calls == [False] * 3
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(("threads", "waits", "took"), [(1, 0, 2.0), (1, 1, 5.0), (2, 0, 5.0)])
+def test_time_that_others_had_the_core_is_not_counted_where_it_is_known(
+    threads: int, waits: int, took: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A span of 5 s in which the thread ran for 2: stopped by others, or waiting of its own accord."""
+    import harness.clock as clock
+
+    now = {"cpu": 0.0, "wall": 0.0, "waits": 0}
+
+    def call() -> None:
+        now.update(cpu=now["cpu"] + 2, wall=now["wall"] + 5, waits=now["waits"] + waits)
+
+    monkeypatch.setattr(clock.time, "thread_time", lambda: now["cpu"])
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: now["wall"])
+    monkeypatch.setattr(clock, "_waits", lambda: now["waits"])
+    monkeypatch.setattr(clock.torch, "get_num_threads", lambda: threads)
+    assert seconds(call, 1) == took
+
+
+def test_system_that_does_not_count_waits_has_the_wall_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    import harness.clock as clock
+
+    monkeypatch.setattr(clock, "_THREAD", None)
+    monkeypatch.setattr(clock.time, "thread_time", lambda: 0.0)
+    assert seconds(lambda: time.sleep(0.01), 1) >= 0.01
+
+
+def test_a_call_that_sleeps_takes_as_long_as_it_sleeps() -> None:
+    """Its CPU time is nothing, but nobody else is to blame."""
+    assert seconds(lambda: time.sleep(0.02), 2) >= 0.04
 
 
 def test_a_product_of_an_unknown_format_is_refused() -> None:
