@@ -40,6 +40,7 @@ SIGMAS = 6  # of a sum of squares, that chance does not reach
 NOTHING = "unknown"
 PLACES = 4  # that are told
 MOST = 0.9  # of an error
+SIZE = (0.8, 1.25)  # of a fault that is there or not, and explains less than MOST: beyond, it is another
 FEW = 0.25  # of the rows, that may each have a size of their own
 
 
@@ -81,6 +82,8 @@ def diagnose(
             )  # half of its error is what a lost block explains of one that is doubled
             if other is not None and MOST * other.explained > best.gain / total:
                 return other
+            if best.suspect.whole and best.scope == "all" and not SIZE[0] < best.suspect.size < SIZE[1]:
+                return _unnamed(best, trial, part, tau)
         rivals = tuple(f.suspect.name for f in found[1:] if _equal(best, f, tau))
         size = best.suspect.size
         if best.suspect.degrees and best.scope == "all":
@@ -88,11 +91,18 @@ def diagnose(
         return Diagnosis(
             best.suspect.name, best.what, size, best.gain**0.5, min(1.0, best.gain / total), rivals[:RIVALS]
         )
+    return _unnamed(best, trial, part, tau, misread(call, out, trial))
+
+
+def _unnamed(
+    best: _Found | None, trial: Trial, part: Part, tau: float, other: Diagnosis | None = None
+) -> Diagnosis:
+    """What no fault explains: a likeness, or `other`, or where it lies."""
     return (
         _alike(trial)
         or _row_by_row(trial, tau)
         or _few_elements(trial, part)
-        or misread(call, out, trial)
+        or other
         or _nothing(best, trial, part)
     )
 

@@ -40,6 +40,7 @@ from harness.verdict import YARDSTICK_LIMIT, Bench, Verdict
 
 _LOUD = (HazardKind.OVERFLOW, HazardKind.NON_FINITE, HazardKind.SATURATION)
 _NEAR = 3.0  # e-folds
+NAMED_KEYS = 2**18  # a hundred suspects over more take minutes and gigabytes
 
 
 @dataclass(frozen=True)
@@ -277,6 +278,9 @@ class Docket:
             return self._of_classes(out, hazards)
         if not precise:
             return None
+        if self.stored[1].codes.shape[2] > NAMED_KEYS:
+            told = f"no name is looked for beyond {NAMED_KEYS} keys: judge a shorter call of the same kind"
+            return Diagnosis(NOTHING, told, 0.0, 0.0, 0.0)
         sizes = {x.name: x.shift.theta for x in verdict.along}
         return diagnose(self._bench.call, out, self.stored, sizes, self._settings)
 

@@ -2,7 +2,9 @@
 
 The output is linear in V: other values V + X of a block's keys move it by P·X, P the weights of those keys. So X can be
 fitted, by least squares over all rows that share the keys, and says whether the block explains the error at all.
-Arrangements that kernels get wrong are then tried on the block alone.
+Arrangements that kernels get wrong are then tried on the block alone. Wrong keys change weights row by row; where few
+of them are wrong, other values can stand for most of that, so that a block whose values are in no known arrangement
+may have wrong keys instead, and both are said.
 
 With n keys and r rows a fit explains n/r of any error by chance, which is taken off; fewer than `ROWS`·n rows say
 nothing.
@@ -72,7 +74,8 @@ def misread(call: Call, out: Tensor, trial: Trial) -> Diagnosis | None:
     what, explained = _arranged(heads, keys, total, share)
     start, last = keys.start + part.keys.start, keys.stop - 1 + part.keys.start
     if start == last:
-        told = f"the value of key {start} {what.replace('are ', 'is ', 1).replace('have ', 'has ', 1)}"
+        single = what.replace("the keys themselves", "the key itself")
+        told = f"the value of key {start} {single.replace('are ', 'is ', 1).replace('have ', 'has ', 1)}"
     else:
         told = f"the values of keys {start} to {last} {what}"
     name = "V of a key misread" if start == last else "V of a block misread"
@@ -150,7 +153,7 @@ def _arranged(heads: list[_Heads], keys: slice, total: float, share: float) -> t
     name = min(left, key=lambda n: left[n])
     if 1 - left[name] / total >= ALL * share:
         return name, 1 - left[name] / total
-    return "are not as given, nor rearranged in a way that is known", share
+    return "(or the keys themselves) are not as given, nor rearranged in a way that is known", share
 
 
 def _arrangements(x: _Heads, keys: slice) -> Iterator[tuple[str, Tensor]]:

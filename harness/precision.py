@@ -1,7 +1,10 @@
 """Is the recipe good enough for these inputs? Against the exact truth: what storing and rounding cost them.
 
-A recipe fails where values were lost to a format, and where it errs by more than `ONE_BIT` times its floor: what it
-would err by if its formats' ranges were no matter. The floor is the least of two:
+The whole tensor is judged: a head whose values are small beside the others' hides among them.
+
+A recipe fails where values were lost to a format, where an infinity or NaN of the exact truth is none of the stored one,
+and where it errs by more than `ONE_BIT` times its floor: what it would err by if its formats' ranges were no matter.
+The floor is the least of two:
 
 * with one amax scale a head for every tensor that is stored in fewer than 16 bits;
 * with V in mid-range. Attention is linear in V, so 2ⁿ·V gives 2ⁿ·out with the same relative error, as long as nothing
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from harness.by_head import expectations_by_head, store_narrow, truth_by_head
 from harness.error_model import Expectation, Form
-from harness.finite import finite_or_zero
+from harness.finite import all_finite, finite_or_zero
 from harness.formats import FloatFormat, get_format
 from harness.operands import Extras
 from harness.quantize import Stored, quantize
@@ -60,6 +63,11 @@ class Precision:
         if self.exact_truth is None:
             return Status.INCONCLUSIVE, (NO_EXACT,), math.nan
         reasons = [reason for h in hazards if (reason := ruinous(h, self.recipe))]
+        lost = self._lost_classes()
+        if lost:
+            reasons.append(
+                f"storing the inputs made {lost} elements of the output finite that are NaN or infinite, or the reverse"
+            )
         error, floor, of = self.floor(form)
         if floor > 0 and error > ONE_BIT * floor:
             reasons.append(lost_bits(error, floor, of))
@@ -103,6 +111,16 @@ class Precision:
         if small:
             found.append((self._of_mid_range(form), f"2^{-small}·V, which leaves no format's normal range"))
         return (math.sqrt(variance + own) / size, *min(found))
+
+    def _lost_classes(self) -> int:
+        """Elements whose class (NaN, +∞, −∞, finite) is another in the stored truth than in the exact one."""
+        assert self.exact_truth is not None
+        stored, exact = self.truth.out, self.exact_truth.out
+        if stored is exact or (all_finite(stored) and all_finite(exact)):
+            return 0
+        kinds = ((torch.isnan(x), x == math.inf, x == -math.inf) for x in (stored, exact))
+        a, b = (x[0].to(torch.int8) + 2 * x[1] + 3 * x[2] for x in kinds)
+        return int((a != b).sum())
 
     def _ideal(self) -> Truth:
         """The stored truth under one amax scale a head for what is narrower than 16 bits: this one where the recipe has

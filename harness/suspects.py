@@ -43,6 +43,7 @@ class Suspect:
     degrees: bool
     explainable: float = 1.0
     tried: float | None = None
+    whole: bool = False  # an output in FP64, there or not: its size is 1
 
     def gain(self, power: Tensor, cross: Tensor) -> Tensor:
         """What it explains where these are its sums."""
@@ -89,6 +90,7 @@ class Setting:
             self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS, split=False
         )
         self._kept: list[Wrong] | None = None
+        self.exact: set[str] = set()  # names of faults whose outputs are made in FP64
 
     def wrongs(self) -> Iterator[Wrong]:
         """Every fault that is there or not: its name, a sentence, and what it moves the output by."""
@@ -106,6 +108,7 @@ class Setting:
 
     def _wrongs(self) -> Iterator[Wrong]:
         for name, what, make in faults(self.subject):
+            self.exact.add(name)
             yield name, what, make() - self.truth
         apart = self.call.extras.rows is not None  # the other rows' outputs are not known
         if self.truth.shape[1] > 1 and self.truth.shape[2] > 1 and not apart:
@@ -170,8 +173,9 @@ class Trial:
             yield self.direction(name)
         yield from self._far_scale()
         yield from self._one_key()
+        exact = self.setting.exact
         for name, what, g in self.setting.wrongs():
-            yield self.discrete(name, what, g)
+            yield replace(self.discrete(name, what, g), whole=name in exact)
         yield from self._leak()
 
     def direction(self, name: str) -> Suspect:

@@ -84,6 +84,16 @@ def test_what_the_other_checkout_lacks_is_a_note_that_says_so(monkeypatch: pytes
     assert note.endswith("not timed: A did not pass (A is ERROR: ValueError: unknown implementation)")
 
 
+def test_what_fails_here_at_the_timed_size_is_a_regression(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The smoke cases are smaller: a fault that begins at 512 rows is seen here alone."""
+    wrong = Judged(Status.FAIL, ("error of tensor is 300 × what is normal",), 0.05, 300.0)
+    found_by(monkeypatch, (PASSED, wrong, None), (PASSED, PASSED, times(Speed.SAME, 1.0)))
+    outcome, timed = with_times(outcome_of([fp32()]), [fp32()], ROOT, "cpu")
+    assert (outcome.exit_code, timed) == (1, 1)
+    (line,) = outcome.regressions
+    assert "B is FAIL: error of tensor is 300 × what is normal" in line
+
+
 def test_only_what_passed_under_fp32_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = found_by(monkeypatch)
     records = [

@@ -97,3 +97,14 @@ def test_scores_beyond_fp16_are_foreseen_beside_an_infinite_one() -> None:
     assert h.where[:3] == (0, 1, 2)
     assert math.isfinite(h.peak)
     assert found.precision is Status.FAIL
+
+
+@pytest.mark.parametrize("which", [1, 2])
+@pytest.mark.parametrize("recipe", ["fp8_e4m3", "fp8_kv", "fp8_e4m3_unscaled"])
+def test_an_infinity_that_storing_makes_finite_is_held_against_the_recipe(which: int, recipe: str) -> None:
+    """Stored as ±max times its scale, it looks like any other value."""
+    tensors = draw(6)
+    tensors[which][0, 0, 5, 3] = math.inf
+    found = judged(*tensors, recipe)
+    assert found.precision is Status.FAIL
+    assert any("NaN or infinite" in why for why in found.precision_reasons)

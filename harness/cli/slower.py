@@ -46,7 +46,8 @@ def with_times(outcome: Outcome, records: Sequence[Record], old: Path, device: s
     can be compared because one machine makes both. All of it counts as one command, which calls equals slower in at
     most 1 % of its runs.
 
-    An implementation that the other checkout lacks, or whose time stays undecided, is a note.
+    What fails its verdict here, at the size that is timed, is a regression too. An implementation that the other
+    checkout lacks, or whose time stays undecided, is a note.
     """
     from harness.clock import pinned
     from harness.timing.rule import Speed
@@ -55,6 +56,7 @@ def with_times(outcome: Outcome, records: Sequence[Record], old: Path, device: s
     passed = {r.implementation for r in records if r.recipe == RECIPE and r.status is Status.PASS}
     now = [Contender(name, recipe_of(RECIPE), RECIPE) for name in registry.table() if name in passed]
     found: dict[Speed | None, list[str]] = {speed: [] for speed in (None, *Speed)}
+    failed: list[str] = []
     with pinned(1), sides(old) as both:
         pairs = [(replace(one, old=old), one) for one in now]
         shapes = [parse_shape(shape) for shape in SHAPES]
@@ -63,13 +65,14 @@ def with_times(outcome: Outcome, records: Sequence[Record], old: Path, device: s
                 continue  # a shape that it does not do, there or here
             line = _line(one)
             click.echo(f"timed: {line}", err=True)
-            found[None if one.times is None else one.times.verdict].append(line)
+            wrong = one.judged[1].status in (Status.FAIL, Status.ERROR)
+            (failed if wrong else found[None if one.times is None else one.times.verdict]).append(line)
     even = len(found[Speed.SAME])
     notes = [f"time: {many(even, 'comparison')} with {clean(str(old))}: no difference"] if even else []
     notes += [f"time: {line}" for line in (*found[Speed.UNDECIDED], *found[None])]
     outcome = replace(
         outcome,
-        regressions=(*outcome.regressions, *found[Speed.SLOWER]),
+        regressions=(*outcome.regressions, *failed, *found[Speed.SLOWER]),
         improvements=(*outcome.improvements, *found[Speed.FASTER]),
         notes=(*outcome.notes, *notes),
     )

@@ -40,11 +40,18 @@ def limit_s() -> float:
         return LIMIT_S
 
 
+NOTHING: Mapping[str, str] = {}
+
+
 class Child:
     """One process for one kernel, started when first needed, and again after it has died. Not shared by threads.
-    `program`: what Python runs there, followed by the target; `root`: where it finds its packages first."""
+    `program`: what Python runs there, followed by the target; `root`: where it finds its packages first; `env`: of its
+    environment, what differs from this process's."""
 
-    def __init__(self, target: str, program: Sequence[str] = SERVED, root: str = "") -> None:
+    def __init__(
+        self, target: str, program: Sequence[str] = SERVED, root: str = "", env: Mapping[str, str] = NOTHING
+    ) -> None:
+        self.env = env
         self.target, self.program, self.root = target, tuple(program), root or _here()
         self._process: subprocess.Popen[bytes] | None = None
         self._said: IO[bytes] | None = None
@@ -102,7 +109,7 @@ class Child:
         self._said = tempfile.TemporaryFile()  # noqa: SIM115 — it lives as long as the process
         self._process = subprocess.Popen(
             [sys.executable, *self.program, self.target], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            stderr=self._said, env={**os.environ, "PYTHONPATH": os.pathsep.join(_path(self.root))},
+            stderr=self._said, env={**os.environ, **self.env, "PYTHONPATH": os.pathsep.join(_path(self.root))},
             start_new_session=True,  # Ctrl-C is the run's to handle
         )  # fmt: skip
         try:
