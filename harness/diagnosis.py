@@ -17,7 +17,7 @@ element, as another precision makes it (`harness.likeness`), or be a factor of e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -40,7 +40,7 @@ SIGMAS = 6  # of a sum of squares, that chance does not reach
 NOTHING = "unknown"
 PLACES = 4  # that are told
 MOST = 0.9  # of an error
-SIZE = (0.8, 1.25)  # of a fault that is there or not, and explains less than MOST: beyond, it is another
+HONEST = 2.0  # error² ÷ variance of the difference of two honest runs
 FEW = 0.25  # of the rows, that may each have a size of their own
 
 
@@ -82,8 +82,8 @@ def diagnose(
             )  # half of its error is what a lost block explains of one that is doubled
             if other is not None and MOST * other.explained > best.gain / total:
                 return other
-            if best.suspect.whole and best.scope == "all" and not SIZE[0] < best.suspect.size < SIZE[1]:
-                return _unnamed(best, trial, part, tau)
+            if best.suspect.whole and best.scope == "all" and best.gain < MOST * total - HONEST * trial.noise:
+                return _unnamed(best, trial, part, tau)  # a fault that is there leaves nothing but rounding
         rivals = tuple(f.suspect.name for f in found[1:] if _equal(best, f, tau))
         size = best.suspect.size
         if best.suspect.degrees and best.scope == "all":
@@ -91,18 +91,22 @@ def diagnose(
         return Diagnosis(
             best.suspect.name, best.what, size, best.gain**0.5, min(1.0, best.gain / total), rivals[:RIVALS]
         )
-    return _unnamed(best, trial, part, tau, misread(call, out, trial))
+    return _unnamed(best, trial, part, tau, lambda: misread(call, out, trial))
 
 
 def _unnamed(
-    best: _Found | None, trial: Trial, part: Part, tau: float, other: Diagnosis | None = None
+    best: _Found | None,
+    trial: Trial,
+    part: Part,
+    tau: float,
+    other: Callable[[], Diagnosis | None] = lambda: None,
 ) -> Diagnosis:
     """What no fault explains: a likeness, or `other`, or where it lies."""
     return (
         _alike(trial)
         or _row_by_row(trial, tau)
         or _few_elements(trial, part)
-        or other
+        or other()
         or _nothing(best, trial, part)
     )
 

@@ -2,9 +2,9 @@
 
 The whole tensor is judged: a head whose values are small beside the others' hides among them.
 
-A recipe fails where values were lost to a format, where an infinity or NaN of the exact truth is none of the stored one,
-and where it errs by more than `ONE_BIT` times its floor: what it would err by if its formats' ranges were no matter.
-The floor is the least of two:
+A recipe fails where values were lost to a format, where an infinity or NaN of the exact truth is none of the stored
+one, and where it errs by more than `ONE_BIT` times its floor: what it would err by if its formats' ranges were no
+matter. The floor is the least of two:
 
 * with one amax scale a head for every tensor that is stored in fewer than 16 bits;
 * with V in mid-range. Attention is linear in V, so 2ⁿ·V gives 2ⁿ·out with the same relative error, as long as nothing

@@ -257,3 +257,31 @@ def test_denominator_without_the_keys_of_a_last_part_block_is_named() -> None:
     j = call.judge(out.float().bfloat16())
     assert j.diagnosis is not None
     assert j.diagnosis.fault == "tail of 64 missing in l", str(j)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_zero_keys_of_a_tile_are_not_called_another_block_that_counts_twice(causal: bool) -> None:
+    """A fault that is there leaves nothing but rounding: what explains half of an error is another."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 256, 64, generator=g).bfloat16() for _ in "qkv")
+    spec, wrong = harness.AttentionSpec(causal=causal), k.clone()
+    wrong[:, :, 128:192] = 0
+    out = harness.get("online_softmax").run(q, wrong, v, spec, recipe="bf16").out
+    found = harness.judge(out, q, k, v, spec=spec, recipe="bf16").diagnosis
+    assert found is not None
+    assert "twice" not in found.fault
+
+
+def test_no_name_is_looked_for_in_a_context_that_would_take_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    from harness import docket
+
+    monkeypatch.setattr(docket, "NAMED_KEYS", 100)
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 128, 32, generator=g) for _ in "qkv")
+    found = harness.judge(
+        1.03 * harness.get("naive_masked").run(q, k, v, recipe="fp32").out, q, k, v, recipe="fp32"
+    )
+    assert found.status is harness.Status.FAIL
+    assert (
+        str(found.diagnosis) == "no name is looked for beyond 100 keys: judge a shorter call of the same kind"
+    )

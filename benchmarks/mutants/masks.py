@@ -80,7 +80,7 @@ add("weak mask", "hidden scores are lowered by 10 and not to −∞", "naive/cau
     {"hidden": lambda self, s, seen: torch.where(seen, s, s - 10.0)}, "hidden keys leak")
 add("mask multiplied onto the scores", "hidden scores are multiplied by 0, not lowered to −∞: exp(0) = 1",
     "naive/causal online/mask", {"hidden": lambda self, s, seen: s * seen},
-    "hidden keys leak; masked after softmax")
+    "mask multiplied")
 add("lengths ignored", "keys beyond a sequence's length are seen", "naive/lengths online/lengths",
     {"lengths": lambda self: torch.tensor([self.keys]).view(-1, 1, 1, 1)}, "no kv_lens")
 add("length + 1", "one key beyond each sequence's length is seen", "naive/lengths online/lengths",

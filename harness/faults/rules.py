@@ -52,6 +52,8 @@ def positions(x: Subject) -> Iterator[Fault]:
     if not bool(x.seen.all()):
         what = "the softmax is of hidden keys too, which are left out of P·V alone"
         yield "masked after softmax", what, partial(_masked_after, x)
+        what = "hidden scores are multiplied by 0, not lowered to −∞"
+        yield "mask multiplied", what, partial(_multiplied, x)
 
 
 def _aligned(x: Subject, align: str) -> Tensor:
@@ -111,6 +113,12 @@ def _masked_after(x: Subject) -> Tensor:
     """The softmax is of all keys, and hidden ones are left out of P·V alone."""
     s, v = scores(x)
     return (softmax(x, s) * x.seen) @ v
+
+
+def _multiplied(x: Subject) -> Tensor:
+    """Hidden keys weigh exp(0)."""
+    s, v = scores(x)
+    return softmax(x, s * x.seen) @ v
 
 
 def leak(x: Subject) -> Tensor:

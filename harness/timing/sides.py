@@ -22,7 +22,7 @@ from harness.spec import AttentionSpec, Shape
 
 WORKER = Path(__file__).with_name("worker.py")
 # glibc moves the sizes from which it asks the system for memory, and gives it back, by what it has freed before. Of two
-# processes that do the same, one then pays for fresh pages at each call and the other does not, as long as they live
+# processes that do the same, one then pays for fresh pages at each call and the other does not, while they live
 # (ratios of 0.54 and 1.78 were seen). Sizes that are given do not move. Other C libraries do not read these.
 MEMORY = {
     "MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**32), "MALLOC_TOP_PAD_": str(2**27),
