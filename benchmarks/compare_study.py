@@ -42,7 +42,7 @@ from harness.machine import machine
 from harness.quantize import store
 from harness.recipe import get_recipe
 from harness.spec import AttentionSpec, Shape
-from harness.timing.pairs import BUDGET_S, Paired, paired
+from harness.timing.pairs import BUDGET_S, Paired, paired, repeated
 from harness.timing.rule import ALPHA, LOOKS, Speed, looks, tail_of
 from harness.timing.sides import Checkout, Problem
 
@@ -103,9 +103,14 @@ def checkouts(i: int) -> list[tuple[str, Paired]]:
     with closing(Checkout(ROOT)) as a, closing(Checkout(ROOT)) as b:
         for j in range(EACH):
             name = list(CELLS)[j % len(CELLS)]
-            x, y = (side.ready(name, problem(CELLS[name], EACH * i + j)).clock for side in (a, b))
-            found.append((name, paired(partial(x, alone=True), partial(y, alone=True), SHORT_S, THRESHOLD)))
+            measure = partial(between, a, b, name, problem(CELLS[name], EACH * i + j))
+            found.append((name, repeated(measure, lambda: (a.renew(), b.renew()))))
     return found
+
+
+def between(a: Checkout, b: Checkout, name: str, p: Problem) -> Paired:
+    x, y = (side.ready(name, p).clock for side in (a, b))
+    return paired(partial(x, alone=True), partial(y, alone=True), SHORT_S, THRESHOLD)
 
 
 PATIENTLY = partial(slower, budget_s=PATIENT_S)

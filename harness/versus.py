@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from harness.recipe import Recipe
 from harness.records import Status
 from harness.result import Fallen, tried
 from harness.spec import AttentionSpec, Shape
-from harness.timing.pairs import Paired, paired
+from harness.timing.pairs import Paired, paired, repeated
 from harness.timing.sides import Checkout, Here, Problem, Ready, Side
 from harness.unit import is_emulated
 
@@ -101,7 +102,10 @@ def versus(
             (ready_a, judged_a), (ready_b, judged_b) = tried
             times = None
             if ready_a and ready_b and (anyway or judged_a.status is judged_b.status is Status.PASS):
-                times = _timed(ready_a, ready_b, budget_s, threshold, len(pairs) * len(shapes))
+                timed = partial(
+                    _timed, budget_s=budget_s, threshold=threshold, comparisons=len(pairs) * len(shapes)
+                )
+                times = bench.timed(sides, (a, b), (ready_a, ready_b), timed)
             yield Versus(shape, a, b, (judged_a, judged_b), times)
 
 
@@ -137,6 +141,30 @@ class _Bench:
         if isinstance(ready, Fallen):
             return None, Judged(ready.status, tuple(x.partition("\n")[0] for x in ready.reasons))
         return ready, self._judged(who, stored, ready.out)
+
+    def timed(
+        self, sides: tuple[Side, Side], who: tuple[Contender, Contender], ready: tuple[Ready, Ready],
+        timed: Callable[[Ready, Ready], Paired],
+    ) -> Paired:  # fmt: skip
+        """The comparison, and where each side is a process of its own, what it says in fresh ones."""
+        if who[0].old is None:
+            return timed(*ready)
+        first = [ready]
+
+        def measure() -> Paired:
+            a, b = first.pop() if first else (self._again(*x) for x in zip(sides, who, strict=True))
+            return timed(a, b)
+
+        def renew() -> None:
+            for side in sides:
+                side.renew()
+
+        return repeated(measure, renew)
+
+    def _again(self, side: Side, who: Contender) -> Ready:
+        """The same call once more, of a side that has started anew: it was judged before."""
+        stored = store(self.exact, who.recipe, round_first=True)
+        return side.ready(who.name, Problem(self.shape, self.spec, who.recipe, who.written, stored))
 
     @torch.no_grad()
     def _judged(self, who: Contender, stored: Any, out: Tensor) -> Judged:

@@ -26,7 +26,7 @@ from harness.recipe import get_recipe
 from harness.result import Result
 from harness.spec import AttentionSpec, Shape, parse_shape
 from harness.timing.ceilings import product_rate
-from harness.timing.pairs import Paired, paired
+from harness.timing.pairs import Paired, paired, repeated
 from harness.timing.rule import (
     ALPHA,
     LOOKS,
@@ -237,6 +237,29 @@ def test_system_that_does_not_count_waits_has_the_wall_clock(monkeypatch: pytest
 def test_a_call_that_sleeps_takes_as_long_as_it_sleeps() -> None:
     """Its CPU time is nothing, but nobody else is to blame."""
     assert seconds(lambda: time.sleep(0.02), 2) >= 0.04
+
+
+@pytest.mark.parametrize(
+    ("found", "verdict", "started"),
+    [
+        ([Speed.SAME], Speed.SAME, 0),
+        ([Speed.UNDECIDED], Speed.UNDECIDED, 0),
+        ([Speed.SLOWER, Speed.SLOWER], Speed.SLOWER, 1),
+        ([Speed.SLOWER, Speed.SAME], Speed.UNDECIDED, 1),
+        ([Speed.SLOWER, Speed.FASTER], Speed.UNDECIDED, 1),
+        ([Speed.FASTER, Speed.FASTER], Speed.FASTER, 1),
+    ],
+)
+def test_what_does_not_repeat_in_fresh_processes_is_undecided(
+    found: list[Speed], verdict: Speed, started: int
+) -> None:
+    near, starts, left = Interval(1.0, 0.9, 1.1), [], list(found)
+
+    def measure() -> Paired:
+        return Paired(near, near, near, left.pop(0), 13, (1, 1), 13, 500)
+
+    assert repeated(measure, lambda: starts.append(1)).verdict is verdict
+    assert (len(starts), left) == (started, [])
 
 
 def test_a_product_of_an_unknown_format_is_refused() -> None:

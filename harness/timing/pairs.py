@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from harness.timing.rule import Interval, Speed, interval, looks, tail_of, verdict
 
@@ -54,6 +54,21 @@ def paired(
         if decided or time.perf_counter() >= end:
             break
     return found
+
+
+def repeated(measure: Callable[[], Paired], renew: Callable[[], None]) -> Paired:
+    """`measure`, and where it calls one side slower or faster, once more after `renew` has started both anew: what does
+    not repeat is UNDECIDED.
+
+    Two processes of the same code differ by where the system has put their memory, by 5 % and more where a call's
+    matrices fill a cache, for as long as they live: rounds cannot tell that from code, and other processes can.
+    """
+    first = measure()
+    if first.verdict not in (Speed.SLOWER, Speed.FASTER):
+        return first
+    renew()
+    again = measure()
+    return again if again.verdict is first.verdict else replace(again, verdict=Speed.UNDECIDED)
 
 
 def _calls(clock: Clock) -> int:

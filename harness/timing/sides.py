@@ -57,12 +57,18 @@ class Ready:
 class Side(Protocol):
     """One of two that are compared."""
 
+    def renew(self) -> None:
+        """Start again, where it has a process."""
+
     def ready(self, name: str, problem: Problem) -> Ready:
         """Raises Refusal for a case that the implementation does not do, and whatever it raises."""
 
 
 class Here:
     """This checkout."""
+
+    def renew(self) -> None:
+        """Nothing: one process is both sides' own."""
 
     def ready(self, name: str, problem: Problem) -> Ready:
         p, implementation = problem, registry.get(name)
@@ -93,6 +99,10 @@ class Checkout:
         self._held = 0
 
     def close(self) -> None:
+        self._child.close()
+
+    def renew(self) -> None:
+        """The next call is of a fresh process."""
         self._child.close()
 
     def ready(self, name: str, problem: Problem) -> Ready:
