@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,15 @@ def test_faster_is_an_improvement_and_undecided_a_note(monkeypatch: pytest.Monke
     assert (outcome.exit_code, timed, len(outcome.improvements)) == (0, 2, 1)
     (note,) = outcome.notes
     assert note.endswith("undecided at 5 %")  # `gate` has no --budget to raise
+
+
+def test_what_fresh_processes_do_not_repeat_is_a_note_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    found_by(monkeypatch, (PASSED, PASSED, replace(times(Speed.UNDECIDED, 1.2), unrepeated=True)))
+    outcome, timed = with_times(outcome_of([fp32()]), [fp32()], ROOT, "cpu")
+    assert (outcome.exit_code, timed) == (0, 1)
+    assert outcome.notes[0].endswith(
+        "undecided at 5 %: what one pair of processes showed, fresh ones did not repeat"
+    )
 
 
 def test_what_the_other_checkout_lacks_is_a_note_that_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -258,7 +258,9 @@ def test_what_does_not_repeat_in_fresh_processes_is_undecided(
     def measure() -> Paired:
         return Paired(near, near, near, left.pop(0), 13, (1, 1), 13, 500)
 
-    assert repeated(measure, lambda: starts.append(1)).verdict is verdict
+    given = repeated(measure, lambda: starts.append(1))
+    assert given.verdict is verdict
+    assert given.unrepeated is (started == 1 and verdict is Speed.UNDECIDED)
     assert (len(starts), left) == (started, [])
 
 

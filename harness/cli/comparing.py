@@ -193,7 +193,9 @@ def verdict(v: Versus, threshold: float, advice: bool = True) -> str:
         Speed.SAME: f"no difference at {share}",
         Speed.UNDECIDED: f"undecided at {share}",
     }[t.verdict]
-    if t.verdict is Speed.UNDECIDED and (advice or t.rounds == t.most):
+    if t.unrepeated:  # no budget decides it
+        said += ": what one pair of processes showed, fresh ones did not repeat"
+    elif t.verdict is Speed.UNDECIDED and (advice or t.rounds == t.most):
         said += ", raise --budget" if t.rounds < t.most else ", the difference is too near to it"
     return f"B ÷ A = {_ratio(t)} in {t.rounds} rounds: {said}"
 

@@ -25,7 +25,7 @@ THRESHOLD = 0.05
 class Paired:
     """`ratio`: B ÷ A. `a_s`, `b_s`: seconds a call, of the quickest spans alone, as in the ratio; their intervals are
     wider than its where both sides were disturbed. `calls` of A and of B make a span. `fewest`, `most`:
-    rounds that an interval needs, and that there may be."""
+    rounds that an interval needs, and that there may be. `unrepeated`: fresh processes did not say the same."""
 
     ratio: Interval
     a_s: Interval
@@ -35,6 +35,7 @@ class Paired:
     calls: tuple[int, int]
     fewest: int
     most: int
+    unrepeated: bool = False
 
 
 def paired(
@@ -68,7 +69,9 @@ def repeated(measure: Callable[[], Paired], renew: Callable[[], None]) -> Paired
         return first
     renew()
     again = measure()
-    return again if again.verdict is first.verdict else replace(again, verdict=Speed.UNDECIDED)
+    return (
+        again if again.verdict is first.verdict else replace(again, verdict=Speed.UNDECIDED, unrepeated=True)
+    )
 
 
 def _calls(clock: Clock) -> int:
