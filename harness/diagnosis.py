@@ -25,7 +25,7 @@ from torch import Tensor
 from harness.compare import unravel
 from harness.directions import Call
 from harness.likeness import Likeness, likest
-from harness.misread import misread
+from harness.misread import HONEST, misread
 from harness.part import Part, choose
 from harness.quantize import Stored
 from harness.records import Diagnosis
@@ -40,7 +40,6 @@ SIGMAS = 6  # of a sum of squares, that chance does not reach
 NOTHING = "unknown"
 PLACES = 4  # that are told
 MOST = 0.9  # of an error
-HONEST = 2.0  # error² ÷ variance of the difference of two honest runs
 FEW = 0.25  # of the rows, that may each have a size of their own
 
 
@@ -77,9 +76,8 @@ def diagnose(
     best, total = found[0] if found else None, trial.total
     if best is not None and best.gain > tau**2 and best.gain / total >= _least(trial, best):
         if best.gain / total < MOST * best.suspect.explainable and _large(trial):
-            other = misread(
-                call, out, trial
-            )  # half of its error is what a lost block explains of one that is doubled
+            # A lost block explains half of the error of one whose values are doubled.
+            other = misread(call, out, trial)
             if other is not None and MOST * other.explained > best.gain / total:
                 return other
             if best.suspect.whole and best.scope == "all" and best.gain < MOST * total - HONEST * trial.noise:

@@ -47,8 +47,8 @@ NAMED_KEYS = 2**18  # a hundred suspects over more take minutes and gigabytes
 class Judgement:
     """`errors` are against the stored truth, `total_errors` against the exact truth (None without it), `lse_errors`
     where an lse was given. `diagnosis` is None unless something failed. `floor`: the rel_l2 against the exact truth
-    that this recipe would have with ideal scales. `rows`: those that were judged, None for all; every row number is
-    that of the whole call."""
+    that this recipe would have with ideal scales, or with V in its formats' range (`harness.precision`). `rows`: those
+    that were judged, None for all; every row number is that of the whole call."""
 
     status: Status
     precision: Status

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ class Precision:
         if self.exact_truth is None:
             return Status.INCONCLUSIVE, (NO_EXACT,), math.nan
         reasons = [reason for h in hazards if (reason := ruinous(h, self.recipe))]
-        lost = self._lost_classes()
+        lost = self._lost_classes
         if lost:
             reasons.append(
                 f"storing the inputs made {lost} elements of the output finite that are NaN or infinite, or the reverse"
@@ -107,11 +108,12 @@ class Precision:
         if not size:
             return 0.0, 0.0, ""
         found = [(math.sqrt(variance + ideal) / size, "ideal scales")]
-        small = self._small()
+        small = self._small
         if small:
             found.append((self._of_mid_range(form), f"2^{-small}·V, which leaves no format's normal range"))
         return (math.sqrt(variance + own) / size, *min(found))
 
+    @cached_property
     def _lost_classes(self) -> int:
         """Elements whose class (NaN, +∞, −∞, finite) is another in the stored truth than in the exact one."""
         assert self.exact_truth is not None
@@ -137,6 +139,7 @@ class Precision:
     def _store(self, x: Tensor, name: str, recipe: Recipe) -> Stored:
         return store_narrow(x, name, recipe, None, True) if self.long else quantize(x, name, recipe)
 
+    @cached_property
     def _small(self) -> int:
         """The exponent of V's largest magnitude where what depends on V may leave a format's normal range; else 0."""
         if self.exact is None or self.exact_truth is None:
@@ -151,7 +154,7 @@ class Precision:
         """Expected rel_l2 of this recipe against the exact truth when V's largest magnitude is in [½, 1)."""
         assert self.exact is not None
         assert self.exact_truth is not None
-        up = 2.0 ** -self._small()
+        up = 2.0**-self._small
         v = self._store(self.exact[2].double() * up, "v", self.recipe)
         stored = (*self.stored[:2], v)
         truth = truth_by_head(stored, self.spec, self.extras, False)
