@@ -16,6 +16,7 @@ from harness.devices import synchronise, use_device
 from harness.docket import Docket, Judgement
 from harness.error_model import Expectation, Form, expectations, form_of
 from harness.facts import facts, hash_of, visible_flops
+from harness.floor import ideal_recipe
 from harness.formats import get_format
 from harness.hazards import headroom_bits, storage_hazards
 from harness.inputs import Inputs, make_inputs
@@ -24,7 +25,6 @@ from harness.layouts import lay_out
 from harness.lies import lying_rows
 from harness.machine import machine
 from harness.operands import Extras
-from harness.precision import ideal_recipe
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe
 from harness.records import Hazard, HazardKind, MaskRow, Record

@@ -23,6 +23,7 @@ from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
 from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
 from harness.finite import all_finite
+from harness.floor import Floors
 from harness.formats import get_format
 from harness.hazards import predict, storage_hazards
 from harness.operands import Extras
@@ -47,7 +48,7 @@ NAMED_KEYS = 2**18  # a hundred suspects over more take minutes and gigabytes
 class Judgement:
     """`errors` are against the stored truth, `total_errors` against the exact truth (None without it), `lse_errors`
     where an lse was given. `diagnosis` is None unless something failed. `floor`: the rel_l2 against the exact truth
-    that this recipe would have with ideal scales, or with V in its formats' range (`harness.precision`). `rows`: those
+    that this recipe would have with ideal scales, or with V in its formats' range (`harness.floor`). `rows`: those
     that were judged, None for all; every row number is that of the whole call."""
 
     status: Status
@@ -127,10 +128,13 @@ class Docket:
         self._settings: dict[str, Setting] = {}
         self._storage = storage
         self._hazards: tuple[Hazard, ...] | None = None
-        self._precision = Precision(
-            recipe, stored, spec, extras, self.truth, self.exact, self.exact_truth,
-            lambda form: self.expected([form])[0], ideal_truth, self.long,
-        )  # fmt: skip
+        floors = None
+        if self.exact_truth is not None:
+            floors = Floors(
+                recipe, stored, spec, extras, self.truth, self.exact, self.exact_truth,
+                lambda form: self.expected([form])[0], ideal_truth, self.long,
+            )  # fmt: skip
+        self._precision = Precision(recipe, self.truth, floors)
 
     def _truth(self, stored: Sequence[Stored], ranges: bool = False) -> Truth:
         q, k, v = stored

@@ -21,6 +21,7 @@ from harness.devices import synchronise, use_device
 from harness.error_model import WHOLE, Form, form_of
 from harness.error_model.layer import LayerExpectation, layer_expectations
 from harness.facts import facts, hash_of
+from harness.floor import ONE_BIT, ideal_recipe, lost_bits
 from harness.hazards import RangeLedger, predict, storage_hazards
 from harness.layer_inputs import hash_layer, make_layer
 from harness.layer_judging import blame, judge_layer
@@ -28,7 +29,7 @@ from harness.layer_store import StoredLayer, Weights, layer_recipe, store_layer,
 from harness.layer_truth import LayerTruth, layer_reference
 from harness.machine import machine
 from harness.optional import MissingExtra
-from harness.precision import ONE_BIT, ideal_recipe, lost_bits, ruinous
+from harness.precision import ruinous
 from harness.recipe import Recipe
 from harness.records import Record, Relation, Status
 from harness.result import tried

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import harness
 from harness.docket import Judgement
+from harness.floor import NEAR, ONE_BIT
 from harness.formats import get_format
-from harness.precision import NEAR, ONE_BIT
+from harness.quantize import store
 from harness.recipe import Recipe
 from harness.records import HazardKind, Status
 
@@ -108,3 +112,75 @@ def test_an_infinity_that_storing_makes_finite_is_held_against_the_recipe(which:
     found = judged(*tensors, recipe)
     assert found.precision is Status.FAIL
     assert any("NaN or infinite" in why for why in found.precision_reasons)
+
+
+def one_small(power: int, heads: int = 4, kv_heads: int = 4) -> tuple[Tensor, Tensor, Tensor]:
+    """The last of so many kv heads has a V of 2^power."""
+    g = torch.Generator().manual_seed(7)
+    q = torch.randn(1, heads, 32, 32, generator=g, dtype=torch.float64)
+    k, v = (torch.randn(1, kv_heads, 32, 32, generator=g, dtype=torch.float64) for _ in "kv")
+    v[:, -1] *= 2.0**power
+    return q, k, v
+
+
+PER_TENSOR = replace(harness.get_recipe("fp8_e4m3"), name="per_tensor", scaling={
+    t: harness.Scaling("tensor", "amax") for t in "qkv"})  # fmt: skip
+
+
+@pytest.mark.parametrize(("recipe", "power"), [("fp16", -24), ("fp8_e4m3_unscaled", -9), (PER_TENSOR, -16)])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+def test_a_small_head_that_is_lost_does_not_hide_among_the_others(
+    recipe: str | Recipe, power: int, kv_heads: int
+) -> None:
+    found = judged(*one_small(power, kv_heads=kv_heads), recipe)
+    assert found.precision is Status.FAIL
+    assert found.status is Status.PASS
+    (why,) = found.precision_reasons
+    assert why.startswith("in head b=0 h="), why
+    assert int(why[len("in head b=0 h=")]) >= 4 - 4 // kv_heads
+    assert found.floor == pytest.approx(judged(*one_small(0, kv_heads=kv_heads), recipe).floor, rel=0.2)
+
+
+@pytest.mark.parametrize("recipe", ["fp32", "bf16", "fp16", "fp8_e4m3", "fp8_kv", "mxfp8"])
+@pytest.mark.parametrize("power", [-4, 9])
+def test_a_small_or_large_head_that_keeps_its_bits_passes(recipe: str, power: int) -> None:
+    assert judged(*one_small(power), recipe).precision is Status.PASS
+
+
+def test_values_whose_squares_fp64_does_not_hold_are_judged_all_the_same() -> None:
+    q, k, v = draw(8)
+    found = judged(q, k, v * 1e-170, "fp32")
+    assert found.precision is Status.FAIL
+    assert found.floor < 1e-6
+    assert judged(q, k, v * 1e-170, "fp64").precision is Status.PASS
+    assert judged(q, k, v * 1e-310, "bf16").precision is Status.FAIL
+
+
+def test_floor_of_given_scales_is_that_of_scales_from_amax() -> None:
+    """Scales were given for the V as it is; another V has others."""
+    q, k, v = draw(9)
+    fp8 = harness.get_recipe("fp8_e4m3")
+    own = replace(fp8, name="given", at={**fp8.at, "out": "fp16"},
+                    scaling={t: harness.Scaling("head", "given") for t in "qkv"})  # fmt: skip
+    small = v * 2.0**-24
+    scales = tuple(s.scale for s in store((q, k, small), fp8, None, True))
+    out = harness.get("naive_masked").run(q, k, small, SPEC, recipe=own, quantize=True, scales=scales).out
+    found = harness.judge(out, q, k, small, recipe=own, quantize=True, scales=scales)
+    assert found.precision is Status.FAIL
+    usual = judged(q, k, v, replace(fp8, name="usual", at=own.at))
+    assert found.floor == pytest.approx(usual.floor, rel=0.1)
+
+
+@given(st.integers(0, 2**20), st.integers(-30, 30), st.sampled_from(["bf16", "fp32", "fp16"]))
+def test_errors_by_head_do_not_change_with_the_power_of_two_of_a_head(
+    seed: int, power: int, recipe: str
+) -> None:
+    """As long as the format's range is not left, 2ⁿ·V is as good as V, in any head."""
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(1, 2, 8, 8, generator=g, dtype=torch.float64) for _ in "qkv")
+    v = v.clamp(min=0.25, max=4) * 2.0 ** (power % 8 if recipe == "fp16" else 0)
+    moved = (
+        v * torch.tensor([1.0, 2.0 ** (-(power % 8) if recipe == "fp16" else power)])[:, None, None].double()
+    )
+    a, b = judged(q, k, v, recipe), judged(q, k, moved, recipe)
+    assert a.precision is b.precision is Status.PASS
