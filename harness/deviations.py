@@ -65,7 +65,7 @@ class Review:
 def load_deviations(path: Path) -> tuple[Deviation, ...]:
     """Entries of a TOML file of `[[deviation]]` tables. Raises ValueError naming the entry that is wrong."""
     try:
-        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        tables = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     entries = tables.get("deviation", [])

@@ -116,7 +116,7 @@ def read_evidence(path: Path | str) -> list[Evidence]:
 
     adapters: dict[str, TypeAdapter[Any]] = {kind: TypeAdapter(of) for kind, of in KINDS.items()}
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} holds no evidence: it is not UTF-8 ({error.reason})") from None
     found: list[Evidence] = []

@@ -27,13 +27,32 @@ def write_lines_atomically(path: Path, lines: Iterable[str]) -> None:
         file.writelines(line.encode() for line in lines)
 
 
+def append(path: Path, text: str) -> None:
+    """Add `text`, and wait until it is on the disk."""
+    with _named(path), path.open("a", encoding="utf-8", newline="\n") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """A full disk raises an error that knows no file: it gets this one's name."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file that takes the place of `path` once all of it is on the disk, or never."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
-        with os.fdopen(handle, "wb") as file:
+        with _named(path), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())

@@ -18,6 +18,7 @@ from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 
 from harness.cluster import cluster
+from harness.files import append
 from harness.interrupts import interrupts_held
 from harness.records import Machine, Record, read_records, to_json, write_records
 from harness.unit import Unit
@@ -63,18 +64,11 @@ def _recorded(
     with where as pool:
         for unit, records in _results(left, pool):
             if started:
-                _append(path, records)
+                append(path, "".join(to_json(r) + "\n" for r in records))
             else:
                 write_records(path, [*kept, *records])
                 started = True
             yield unit, records
-
-
-def _append(path: Path, records: Sequence[Record]) -> None:
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write("".join(to_json(r) + "\n" for r in records))
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def _results(units: Sequence[Unit], pool: Executor | None) -> Iterator[tuple[Unit, list[Record]]]:

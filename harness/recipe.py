@@ -278,7 +278,7 @@ def load_recipe(path: Path) -> Recipe:
     for the name of a built-in recipe that is another.
     """
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"recipe file {path} cannot be read: {error}") from None
     try:

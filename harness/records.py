@@ -6,6 +6,7 @@ standard library; reading validates with pydantic, which is imported there.
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import datetime
 import enum
@@ -380,6 +381,8 @@ def iter_records(path: Path | str) -> Iterator[Record]:
             # A record ends with its newline: what follows the last one was cut off while it was written.
             if not line.endswith(b"\n") or line.isspace():
                 continue
+            if number == 1:
+                line = line.removeprefix(codecs.BOM_UTF8)  # which some editors write
             if not line.isascii():
                 _check_text(line, path)
             try:

@@ -13,10 +13,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import click
 import pytest
 from record_factory import errors, record, refused
 
 from harness.cli import main, progress
+from harness.cli.group import cli
 from harness.gate import read_baseline
 from harness.recipe import RECIPES
 from harness.records import Record, Status, read_records, write_records
@@ -557,3 +559,31 @@ def test_a_path_that_cannot_be_used_is_named_first(call: Call, arguments: list[s
     assert done.code == 2
     assert done.err.startswith(f"error: {told}")
     assert "Errno" not in done.err
+
+
+def path_options() -> list[list[str]]:
+    """Every option and argument of every command that takes a path, with an empty one."""
+    found = []
+    for name in cli.list_commands(click.Context(cli)):
+        command = cli.get_command(click.Context(cli), name)
+        assert command is not None
+        paths = [p for p in command.params if isinstance(p.type, click.Path)]
+        found += [[name, *([p.opts[-1]] if isinstance(p, click.Option) else []), ""] for p in paths]
+    return found
+
+
+@pytest.mark.parametrize("arguments", path_options(), ids="=".join)
+def test_an_empty_path_is_no_current_folder(
+    call: Call, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An unset variable of a script leaves one; reports were written into the current folder."""
+    monkeypatch.chdir(tmp_path)
+    code, out, err = call(*arguments)
+    assert (code, out) == (2, "")
+    assert "the path is empty; give one" in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_commands_that_take_paths_are_all_looked_at() -> None:
+    assert len(path_options()) > 20

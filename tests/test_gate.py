@@ -56,7 +56,7 @@ def test_baseline_is_one_sorted_line_a_cell_whatever_the_order_of_the_run() -> N
     assert (lines[0]["precision"], lines[0]["ratio"]) == ({"PASS": 3}, 1.0)
     of_first = [r.errors.rmse for r in records if r.group_key == keys[0] and r.errors]
     assert lines[0]["rmses"] == pytest.approx(of_first, rel=5e-6)  # six digits
-    assert lines[0]["schema"] == head["schema"] == "1.2"
+    assert lines[0]["schema"] == head["schema"] == "1.3"
     assert head["machine_class"] == lines[0]["machine_class"] == "cpu-linux-avx512-torch2.13"
 
 
@@ -147,7 +147,7 @@ def test_damaged_baseline_is_a_one_line_error_that_names_the_place(tmp_path: Pat
 
 def test_baseline_of_a_newer_major_schema_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "b.jsonl"
-    path.write_text(make_baseline([record()]).replace('"schema": "1.2"', '"schema": "2.0"'), encoding="utf-8")
+    path.write_text(make_baseline([record()]).replace('"schema": "1.3"', '"schema": "2.0"'), encoding="utf-8")
     with pytest.raises(ValueError, match=r"schema 2\.0.*update attention-harness"):
         read_baseline(path)
 
@@ -294,10 +294,28 @@ def test_new_kind_of_observed_hazard_is_a_regression() -> None:
     flush = replace(OVERFLOW, kind=HazardKind.FLUSH)
     outcome = judged(record(hazards=(flush,)), record(hazards=(flush, OVERFLOW)))
     assert outcome.exit_code == 1
-    assert "overflow observed 1 times" in outcome.regressions[0]
+    assert "overflow in scores observed 1 times" in outcome.regressions[0]
     assert judged(record(hazards=(flush,)), record(hazards=(flush, flush))).exit_code == 0
     assert judged(record(), record(hazards=(replace(OVERFLOW, source="predicted"),))).exit_code == 0
     assert judged(record(hazards=(OVERFLOW,)), record()).exit_code == 0
+
+
+def test_hazard_of_another_stage_is_a_new_one() -> None:
+    other = replace(OVERFLOW, stage="exp")
+    assert judged(record(hazards=(OVERFLOW,)), record(hazards=(OVERFLOW, other))).exit_code == 1
+    assert judged(record(hazards=(OVERFLOW, other)), record(hazards=(other,))).exit_code == 0
+
+
+def test_baseline_of_an_older_schema_knows_hazards_by_kind_alone(tmp_path: Path) -> None:
+    path = tmp_path / "old.jsonl"
+    text = make_baseline([record(hazards=(OVERFLOW,))])
+    path.write_text(
+        text.replace("overflow in scores", "overflow").replace('"1.3"', '"1.2"'), encoding="utf-8-sig"
+    )
+    held = read_baseline(path).cells
+    other = replace(OVERFLOW, stage="exp")
+    assert compare([record(hazards=(other,))], held).exit_code == 0
+    assert compare([record(hazards=(replace(OVERFLOW, kind=HazardKind.FLUSH),))], held).exit_code == 1
 
 
 def test_a_case_that_is_lost_or_new_altogether_is_one_line() -> None:

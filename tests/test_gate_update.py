@@ -181,7 +181,7 @@ def raised(case: str | None, factor: float = 1.05) -> list[Record]:
         (edited("smoke/b", precision=Status.FAIL), "smoke/b · x · bf16: precision PASS 3 → FAIL 3"),
         ([r for r in SMOKE if (r.case, r.implementation) != ("smoke/b", "x")],
          "smoke/b · x · bf16: in the baseline, not in this run"),
-        (edited("smoke/b", hazards=(OVERFLOW,)), "smoke/b · x · bf16: overflow observed 3 times, never"),
+        (edited("smoke/b", hazards=(OVERFLOW,)), "smoke/b · x · bf16: overflow in scores observed 3 times, never"),
     ],
     ids=["rmse-in-one-cell", "rmse-in-all-cells", "verdict", "precision", "lost-cell", "hazard"],
 )  # fmt: skip

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,6 +112,11 @@ def test_file_that_is_not_text_is_named(tmp_path: Path) -> None:
         read_records(tmp_path / "r")
 
 
+def test_byte_order_mark_of_an_editor_is_no_part_of_the_first_record(tmp_path: Path) -> None:
+    (tmp_path / "r").write_text(to_json(record()) + "\n", encoding="utf-8-sig")
+    assert read_records(tmp_path / "r") == [record()]
+
+
 def test_newer_major_schema_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
     write_records(tmp_path / "r", [record(schema="2.0")])
     with pytest.raises(ValueError, match=r"line 1 has schema 2\.0; this version reads up to .*update"):
@@ -166,6 +173,19 @@ def test_write_that_fails_leaves_the_old_file_and_nothing_else(
             write_records(path, [record(seed=1)])
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["r"]
+
+
+@pytest.mark.parametrize("how", [files.write_atomically, files.append])
+def test_a_full_disk_is_told_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: Callable[[Path, str], None]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(files.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        how(tmp_path / "f", "text")
+    assert caught.value.filename == str(tmp_path / "f")
 
 
 def test_text_that_cannot_be_encoded_leaves_the_old_file(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from harness.case import cases_folder, load_cases
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
 from harness.cli.outputs import F, outputs, take
+from harness.cli.paths import FILE, FOLDER
 from harness.cli.reporting import refuse_baseline, report_records, report_throughput
 from harness.cli.running import run_cells
 from harness.cli.selection import filters, select
@@ -23,8 +24,6 @@ from harness.records import read_records
 
 LATEST = Path("reports/latest")
 RECORDS = "records.jsonl"
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
 @cli.command(name="list", short_help="Show implementations, recipes and cases.")

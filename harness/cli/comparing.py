@@ -14,6 +14,7 @@ from harness import registry
 from harness.cli.doors import recipe_of, rules
 from harness.cli.exits import FAILURE, nothing_ran
 from harness.cli.group import cli
+from harness.cli.paths import PLACE
 from harness.cost.units import show_time
 from harness.dump_options import spec_of
 from harness.recipe import RECIPES
@@ -40,9 +41,7 @@ EMULATED = "is emulated: its time is the emulator's, not the format's"
     "-r", "--recipe", default="fp32", show_default=True, metavar="NAME|FILE.toml", help="Of names without."
 )
 @rules
-@click.option(
-    "--old", type=click.Path(path_type=Path), help="Another checkout: A is NAME there, B is NAME here."
-)
+@click.option("--old", type=PLACE, help="Another checkout: A is NAME there, B is NAME here.")
 @click.option("--budget", type=click.FloatRange(0, min_open=True), default=10.0, show_default=True, metavar="SECONDS",
               help="For each shape.")  # fmt: skip
 @click.option(

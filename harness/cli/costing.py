@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from harness.cli.group import cli
+from harness.cli.paths import FILE
 
 
 @cli.command(short_help="What a model's prefill and decode step cost, by format.")
@@ -23,9 +24,7 @@ from harness.cli.group import cli
 @click.option("--weights", metavar="FORMAT", help="Format of the weights.  [default: bf16]")
 @click.option("--bandwidth", metavar="RATE", help="Of memory, such as 4.8TB/s.")
 @click.option("--flops", metavar="RATE", help="Of matrix products, such as 989TFLOP/s.")
-@click.option(
-    "--config", type=click.Path(path_type=Path, dir_okay=False), help="A TOML file; options win over it."
-)
+@click.option("--config", type=FILE, help="A TOML file; options win over it.")
 @click.option(
     "--list", "listed", is_flag=True, help="Show the named models and where their shapes are printed."
 )

@@ -12,6 +12,7 @@ import click
 
 from harness.cli.exits import FAILURE, NOTHING_RAN
 from harness.cli.group import cli
+from harness.cli.paths import FILE
 from harness.dump_options import spec_of
 from harness.recipe import RECIPES, Recipe, get_recipe, load_recipe
 from harness.records import Status, write_records
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from harness.places import Place
     from harness.tolerance import Tolerance
 
-FILE = click.Path(path_type=Path, dir_okay=False)
 SHOWN = 8  # heads told one by one
 _CODES = {Status.PASS: 0, Status.FAIL: FAILURE, Status.INCONCLUSIVE: NOTHING_RAN}
 F = TypeVar("F", bound=Callable[..., Any])

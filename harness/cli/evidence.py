@@ -10,12 +10,12 @@ import click
 
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
+from harness.cli.paths import FILE
 from harness.cli.progress import progress
 from harness.cli.selection import SEEDS, Selection, many, select
 from harness.evidence import Attribution, Evidence, read_evidence, write_evidence
 from harness.files import write_atomically
 
-FILE = click.Path(path_type=Path, dir_okay=False)
 # Real activations, outliers, and a first key that holds most of every row.
 CASES = ("real/*", "outliers/fa3", "sinks/heavy-first-key-1.3")
 IMPLEMENTATION = "online_softmax"

@@ -11,9 +11,10 @@ from typing import Any
 import click
 
 from harness.case import cases_folder
-from harness.cli.commands import FILE, LATEST, RECORDS
+from harness.cli.commands import LATEST, RECORDS
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
+from harness.cli.paths import FILE, PLACE
 from harness.cli.running import run_cells
 from harness.cli.selection import Selection, filters, select
 from harness.cli.slower import check_old, with_times
@@ -36,7 +37,6 @@ from harness.gate.scope import ALL, Selected
 from harness.records import Record, read_records, why_empty
 
 BASELINES = Path("reports/baselines")
-PLACE = click.Path(path_type=Path)
 
 
 @cli.command(short_help="Compare with a stored baseline.")

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from harness.cli.paths import FILE
 from harness.deviations import Review
+from harness.files import append, write_atomically
 from harness.records import Record
 
 if TYPE_CHECKING:
@@ -20,18 +22,15 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 STEP_SUMMARY = "GITHUB_STEP_SUMMARY"
-_FILE = click.Path(path_type=Path, dir_okay=False)
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
-    click.option("--json", type=_FILE, metavar="FILE", help="Write summary and cells as one JSON document."),
-    click.option("--junit", type=_FILE, metavar="FILE", help="Write JUnit XML, a test case a cell."),
-    click.option("--summary", type=_FILE, metavar="FILE", help="Write Markdown for a GitHub job summary."),
+    click.option("--json", type=FILE, metavar="FILE", help="Write summary and cells as one JSON document."),
+    click.option("--junit", type=FILE, metavar="FILE", help="Write JUnit XML, a test case a cell."),
+    click.option("--summary", type=FILE, metavar="FILE", help="Write Markdown for a GitHub job summary."),
     click.option("--step-summary", is_flag=True, help=f"Append that to ${STEP_SUMMARY}."),
-    click.option(
-        "--comment", type=_FILE, metavar="FILE", help="Write Markdown for a pull request's comment."
-    ),
+    click.option("--comment", type=FILE, metavar="FILE", help="Write Markdown for a pull request's comment."),
     click.option(
         "--against",
-        type=_FILE,
+        type=FILE,
         metavar="FILE",
         help="Say first what changed since these records or baseline.",
     ),
@@ -60,7 +59,6 @@ class Outputs:
     def write(self, records: Sequence[Record], review: Review, report: Report) -> list[Path]:
         """Write each. Returns the files."""
         import harness.report as made_by  # whose functions are loaded as they are met
-        from harness.files import write_atomically
 
         changed = self._changes(records)
         made: tuple[tuple[Path | None, Callable[[], str]], ...] = (
@@ -154,6 +152,4 @@ def _append(path: Path, report: Report, changed: Changes | None) -> None:
     if SUMMARY_BYTES - used - 1 < LEAST_BYTES:
         click.echo(f"the step's summary is full ({used} bytes): nothing was added to it", err=True)
         return
-    text = "\n" * bool(used) + job_summary(report, changed, SUMMARY_BYTES - used - 1)
-    with path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    append(path, "\n" * bool(used) + job_summary(report, changed, SUMMARY_BYTES - used - 1))

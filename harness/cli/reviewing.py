@@ -12,6 +12,7 @@ import click
 from harness.case import cases_folder
 from harness.cli.exits import nothing_ran
 from harness.cli.group import cli
+from harness.cli.paths import FILE, FOLDER
 from harness.deviations import load_deviations
 from harness.deviations import review as sorted_by
 from harness.evidence import Evidence, read_evidence
@@ -19,8 +20,6 @@ from harness.optional import MissingExtra
 from harness.recipe import RECIPES, Recipe, load_recipe
 from harness.records import Record, iter_records, why_empty
 
-FILE = click.Path(path_type=Path, dir_okay=False)
-FOLDER = click.Path(path_type=Path, file_okay=False)
 RECORDS = Path("reports/latest/records.jsonl")
 
 

@@ -47,7 +47,7 @@ class Settings:
 def read_config(path: Path) -> dict[str, Any]:
     """The table of a TOML file. Raises ValueError for a file that cannot be read and a key that does not exist."""
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"config file {path} cannot be read: {error}") from None
     _known(table, KEYS, f"config file {path}")

@@ -79,7 +79,7 @@ def read_baseline(path: Path | str) -> Baseline:
     """A baseline, of this or an older minor schema. Raises ValueError, in one line, for a file that is missing or
     damaged."""
     try:
-        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
     except FileNotFoundError:
         raise ValueError(f"no baseline at {path}; make one with {UPDATE}") from None
     except UnicodeDecodeError:

@@ -12,16 +12,18 @@ from harness.gate.machine_class import machine_class
 from harness.records import Errors, Record, Status, pooled_rms
 from harness.report.words import clean
 
-SCHEMA = "1.2"
+SCHEMA = "1.3"
 
 Key = tuple[str, str, str]
+_IN = " in "
 
 
 @dataclass(frozen=True)
 class Pooled:
     """One cell over its seeds. `status` counts seeds. The figures are None where no seed gave an output and
-    NaN or Inf where one seed's is; `mismatches` counts elements of the wrong class; `hazards` the observed
-    ones by kind. `recipe_digest` and `inputs` are hashes that tell whether the same thing was measured.
+    NaN or Inf where one seed's is; `mismatches` counts elements of the wrong class; `hazards` the observed ones by kind
+    and stage ("overflow in scores"; by kind alone before schema 1.3). `recipe_digest` and `inputs` are hashes that tell
+    whether the same thing was measured.
 
     Since schema 1.1: `precision` counts seeds, `ratio` is error ÷ expected, None where nothing was judged. Since 1.2:
     `rmses` seed by seed (in the order of `seeds`, None without an output) and `machine_class`. A baseline does not hold
@@ -53,6 +55,14 @@ class Pooled:
     def key(self) -> Key:
         return (self.case, self.implementation, self.recipe)
 
+    def new_hazards(self, old: Pooled) -> dict[str, int]:
+        """Those of this run that the old cell never saw, with their numbers."""
+        return {
+            name: count
+            for name, count in self.hazards.items()
+            if name not in old.hazards and name.partition(_IN)[0] not in old.hazards
+        }
+
     def __str__(self) -> str:
         return " · ".join(map(clean, self.key))
 
@@ -68,7 +78,9 @@ def pool_records(records: Iterable[Record]) -> dict[Key, Pooled]:
 def _pool(records: Sequence[Record]) -> Pooled:
     records = sorted(records, key=lambda r: r.seed)
     errors = [r.errors for r in records if r.errors is not None]
-    kinds = Counter(h.kind.value for r in records for h in r.hazards if h.source == "observed")
+    hazards = Counter(
+        f"{h.kind.value}{_IN}{h.stage}" for r in records for h in r.hazards if h.source == "observed"
+    )
     pooled = Pooled(
         *records[0].group_key,
         status=_counts(r.status for r in records),
@@ -76,7 +88,7 @@ def _pool(records: Sequence[Record]) -> Pooled:
         rel_l2=_rms(e.rel_l2 for e in errors),
         truth_rms=_rms(e.truth_rms for e in errors),
         mismatches=sum(e.class_mismatch for e in errors),
-        hazards=dict(sorted(kinds.items())),
+        hazards=dict(sorted(hazards.items())),
         seeds=tuple(r.seed for r in records),
         device="+".join(sorted({r.machine.device for r in records})),
         isa="+".join(sorted({r.machine.isa for r in records})),

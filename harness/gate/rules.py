@@ -5,7 +5,7 @@ A cell has regressed when
    the precision of its recipe (PASS, INCONCLUSIVE, FAIL) where both have one;
 2. its rmse drifted up, by the paired test of `gate.drift`, alone or with all cells of its implementation and recipe;
 3. its rmse was finite and no longer is, or more than 1.10 times as many elements have the wrong class;
-4. a kind of hazard is observed that was not;
+4. a kind of hazard is observed in a stage where it was not;
 5. the run no longer has it, though it was selected.
 
 The paired test needs pairs: the same class of machine, inputs and recipe, and a baseline with rmse by seed (schema
@@ -159,8 +159,8 @@ def _changes(new: Pooled, old: Pooled, up: Found, down: Found, loose: bool) -> t
         better.append(_rise(new, old, down.cells.get(new.key), -1))
     if new.mismatches > HEADROOM * old.mismatches:
         worse.append(f"elements of the wrong class: {old.mismatches} → {new.mismatches}")
-    for kind in sorted(set(new.hazards) - set(old.hazards)):
-        worse.append(f"{kind} observed {new.hazards[kind]} times, never in the baseline")
+    for name, count in new.new_hazards(old).items():
+        worse.append(f"{name} observed {count} times, never in the baseline")
     if worse and new.diagnosis:
         worse[0] += f": {clean(clip(new.diagnosis, _DIAGNOSIS))}"
     return worse, better

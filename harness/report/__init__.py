@@ -47,7 +47,7 @@ _LATER = {
     "read_timings": "timings",
 }
 FIGURE = "tradeoff.svg"
-MANY = 10_000  # records whose tables take longer than a fork
+MANY = 10_000  # records whose table takes longer than a fork
 NOT_DRAWN = "the trade-off plot was not drawn: python -m harness report --plots draws it"
 
 __all__ = [
@@ -93,14 +93,14 @@ def write_report(records: Iterable[Record], review: Review, folder: Path, plots:
     records = list(records)
     newest = latest(records)
 
-    def tables() -> None:
+    def cells() -> None:
         write_lines_atomically(folder / "cells.csv", cells_csv(newest, review))
-        write_lines_atomically(folder / "cases.csv", cases_csv(newest))
-        write_lines_atomically(folder / "hazards.csv", hazards_csv(newest))
 
-    with beside(tables, len(records) >= MANY):
+    with beside(cells, len(records) >= MANY):  # it takes as long as all else
         report = _with_figure(summary(records, review), folder / FIGURE, plots)
         write_atomically(folder / "report.md", to_markdown(report))
+        write_lines_atomically(folder / "cases.csv", cases_csv(newest))
+        write_lines_atomically(folder / "hazards.csv", hazards_csv(newest))
     return report
 
 

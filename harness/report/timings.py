@@ -112,7 +112,7 @@ def read_context(path: Path | str) -> Context:
 
 def _stored(path: Path | str) -> dict[str, Any]:
     try:
-        stored = json.loads(Path(path).read_text(encoding="utf-8"))
+        stored = json.loads(Path(path).read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise ValueError(f"{path}: No such file; {ADVICE}") from None
     except (ValueError, RecursionError):
