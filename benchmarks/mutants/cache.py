@@ -96,7 +96,7 @@ def _short(self: Attention, rows: slice) -> Tensor:
 add("token written late", "a step attends before its own token is in the cache", DECODE, _cache(write=_late),
     "last key; right − 1")
 add("V not appended", "steps append K and not V", DECODE, _cache(write=_k_alone),
-    "V of the last key missing; V of the last block of 32 missing")
+    "V of the last key missing; V of the last block of 32 missing; V of a block misread")  # another request's
 add("slot one back", "a step's token overwrites the one before", DECODE, _cache(write=_one_back))
 add("last slot of a page", "steps never write the last slot of a page", DECODE, _cache(write=_same_slot))
 add("pages swapped", "V is read through a table with two entries exchanged", DECODE, _cache(read=_swapped),

@@ -94,6 +94,8 @@ def tiles(x: Subject) -> Iterator[Fault]:
         what = f"tiles of {size} × {size} on the diagonal are not masked"
         shown = x.seen | ((tile == own) & (x.keys < x.lengths))
         yield f"diagonal tiles of {size} not masked", what, partial(x.over, shown)
+        what = f"in tiles of {size} × {size} on the diagonal, hidden keys count in the softmax and not in P·V"
+        yield "masked after softmax", what, partial(_masked_after, x, shown)
         what = f"the {size} keys of a row's own page are the oldest page's"
         yield f"stale page of {size}", what, partial(_stale_page, x, size)
         what = f"the {size} keys before a row's own tile are lost"
@@ -109,9 +111,10 @@ def _stale_page(x: Subject, size: int) -> Tensor:
     return torch.zeros_like(p).scatter_add_(-1, index, p) @ v
 
 
-def _masked_after(x: Subject) -> Tensor:
-    """The softmax is of all keys, and hidden ones are left out of P·V alone."""
+def _masked_after(x: Subject, counted: Tensor | None = None) -> Tensor:
+    """The softmax is of all keys, or of those `counted`, and hidden ones are left out of P·V alone."""
     s, v = scores(x)
+    s = s if counted is None else s.masked_fill(~counted, -math.inf)
     return (softmax(x, s) * x.seen) @ v
 
 
