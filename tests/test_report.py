@@ -754,7 +754,7 @@ def test_a_context_that_is_not_the_sessions_is_a_one_line_error(tmp_path: Path, 
 
 
 def test_a_file_of_plain_benchmarks_has_an_empty_context(tmp_path: Path) -> None:
-    assert read_context(timings_file(tmp_path, {"benchmarks": []})) == Context()
+    assert repr(read_context(timings_file(tmp_path, {"benchmarks": []}))) == repr(Context())  # copy is NaN
 
 
 def test_real_computation_is_not_called_emulated(tmp_path: Path) -> None:
