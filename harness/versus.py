@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -74,8 +74,8 @@ def sides(old: Path | None) -> Iterator[tuple[Side, Side]]:
     """What A and B run in: this process, or where A is another checkout's, a process of its own for each of the two."""
     root = Path(__file__).resolve().parents[1]
     with (
-        closing(Checkout(old)) if old else nullcontext(Here()) as before,
-        closing(Checkout(root)) if old else nullcontext(Here()) as now,
+        closing(Checkout(old) if old else Here()) as before,
+        closing(Checkout(root) if old else Here()) as now,
     ):
         yield before, now
 
@@ -155,11 +155,11 @@ class _Bench:
             a, b = first.pop() if first else (self._again(*x) for x in zip(sides, who, strict=True))
             return timed(a, b)
 
-        def renew() -> None:
+        def end() -> None:
             for side in sides:
-                side.renew()
+                side.close()
 
-        return repeated(measure, renew)
+        return repeated(measure, end)
 
     def _again(self, side: Side, who: Contender) -> Ready:
         """The same call once more, of a side that has started anew: it was judged before."""

@@ -13,7 +13,7 @@ from harness import registry
 from harness.cli.comparing import SHAPES, check_checkout, verdict
 from harness.cli.doors import recipe_of
 from harness.records import Record, Status
-from harness.report.words import clean, many
+from harness.report.words import clean, clip, many
 from harness.spec import AttentionSpec, parse_shape
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from harness.versus import Versus
 
 RECIPE, THRESHOLD, BUDGET_S = "fp32", 0.05, 10.0  # what narrower recipes take is the emulator's time
+_REASON = 160  # characters
 
 
 def check_old(old: Path | None, stored: Path | None, update: bool, kernel: bool) -> None:
@@ -84,7 +85,7 @@ def _line(v: Versus) -> str:
     why = ""
     if v.times is None:
         said = [
-            f"{side} is {x.status.value}: {clean('; '.join(x.reasons))}"
+            f"{side} is {x.status.value}: {clip(clean('; '.join(x.reasons)), _REASON)}"
             for side, x in zip("AB", v.judged, strict=True)
             if x.status is not Status.PASS
         ]

@@ -57,8 +57,8 @@ class Ready:
 class Side(Protocol):
     """One of two that are compared."""
 
-    def renew(self) -> None:
-        """Start again, where it has a process."""
+    def close(self) -> None:
+        """End its process, if it has one. The next call starts another."""
 
     def ready(self, name: str, problem: Problem) -> Ready:
         """Raises Refusal for a case that the implementation does not do, and whatever it raises."""
@@ -67,8 +67,8 @@ class Side(Protocol):
 class Here:
     """This checkout."""
 
-    def renew(self) -> None:
-        """Nothing: one process is both sides' own."""
+    def close(self) -> None:
+        """Nothing: it has none of its own."""
 
     def ready(self, name: str, problem: Problem) -> Ready:
         p, implementation = problem, registry.get(name)
@@ -89,7 +89,7 @@ class Here:
 
 
 class Checkout:
-    """A checkout of this project, in a process that is kept until `close`."""
+    """A checkout of this project, in a process of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root.resolve()
@@ -99,10 +99,6 @@ class Checkout:
         self._held = 0
 
     def close(self) -> None:
-        self._child.close()
-
-    def renew(self) -> None:
-        """The next call is of a fresh process."""
         self._child.close()
 
     def ready(self, name: str, problem: Problem) -> Ready:
