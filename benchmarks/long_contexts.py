@@ -274,8 +274,7 @@ AUDIT_TOLD = f"""\
 `harness.judge(…, rows={AUDIT_ROWS})` of [1, {AUDIT_HEADS}/{AUDIT_KV_HEADS}, …, {DIM}], causal, in BF16: choice of rows,
 truth, error model, twins, directions and verdict, on one thread. CPU seconds are the measure: wall time counts what
 else the machine did. The peak is of the whole process, inputs and libraries included. The output under audit is
-`online_softmax`, computed at these rows alone; its time stands apart. (The committed audits were
-taken on an idle machine, the lengths above while other work held both cores, at a load of 14 to 20.)"""
+`online_softmax`, computed at these rows alone; its time stands apart."""
 
 
 LAWS = (
