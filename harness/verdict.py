@@ -278,7 +278,8 @@ class Bench:
             for name in suspects:
                 i = again.names.index(name)
                 rows = ok & (again.f[i] > 0) & torch.isfinite(twin).all(-1).flatten()
-                found[name].also(_Tested(again, i, rows, 1))
+                if int(rows.sum()) >= FEWEST_ROWS:  # a twin that overflows there says nothing
+                    found[name].also(_Tested(again, i, rows, 1))
             suspects = [name for name in suspects if found[name].suspect(tau)]
             index += 1
         along = [self._along(name, x, tau) for name, x in found.items()]

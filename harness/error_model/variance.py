@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,9 +18,11 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing, within
 from harness.error_model.problem import CHUNK, NEGLIGIBLE
 from harness.error_model.running import C2, Groups, binade, power
+from harness.error_model.together import together
 from harness.finite import all_finite
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
+from harness.rounding import round_to
 
 VANISHING = 1e-30  # far below any e^NEGLIGIBLE / l
 LINEAR = 0.03  # of σ² of a score: up to here p changes in proportion to its error
@@ -191,8 +194,7 @@ class _Spread(Groups):
         e, probs = rounded(r, "exp"), rounded(r, "probs")
         self.kappa = b.l / self.drop
         if e is not None:
-            noise, lost = self._cast(e, 1.0, self.kappa, exact_top=True)
-            self._add(noise, lost, b.o)
+            self._add(e, 1.0, self.kappa, True, b.o)
         if probs is None:
             return
         if self.early:
@@ -200,16 +202,24 @@ class _Spread(Groups):
             if self.drop.shape[-1] > 1 or self.form.arrangement == "split":
                 mass = self._grouped(b.p).sum(-1)
                 kappa = 1 / torch.where(mass == 0, 1.0, mass)
-            noise, lost = self._cast(probs, r.p_scale, kappa, exact_top=False)
+            exact_top = False
         elif e is not None and within(e, probs) and power_of_two(r.p_scale):
             return
         else:
-            noise, lost = self._cast(probs, r.p_scale, self.kappa, exact_top=power_of_two(r.p_scale))
-        self._add(noise, lost, b.o if r.row_sum == "after" else None)
+            kappa, exact_top = self.kappa, power_of_two(r.p_scale)
+        self._add(probs, r.p_scale, kappa, exact_top, b.o if r.row_sum == "after" else None)
 
-    def _add(self, noise: Tensor, lost: Tensor | None, point: Tensor | None) -> None:
+    def _add(
+        self, fmt: FloatFormat, factor: float, kappa: Tensor, exact_top: bool, point: Tensor | None
+    ) -> None:
+        """A cast to `fmt` of factor·kappa·p, whose errors are weighed by (v − point)."""
         b = self.b
-        self.var += b.about(noise, point)
+        noise, lost = self._cast(fmt, factor, kappa, exact_top)
+        own = b.about(noise, point)
+        self.var += own
+        more = together(b, partial(self._moved, fmt, factor * kappa), own, point)
+        if more is not None:
+            self.var += more
         if point is not None:
             self.lse += noise.sum(-1, keepdim=True).double()
         if lost is not None:
@@ -240,6 +250,13 @@ class _Spread(Groups):
             noise.masked_fill_(over, 0.0 if self.recipe.policy("probs") == "saturate" else math.inf)
             lost = excess if lost is None else lost + excess
         return noise, lost
+
+    def _moved(self, fmt: FloatFormat, unit: Tensor, rows: slice) -> Tensor:
+        """What rounding unit·p moves each p by. 0 where it is lost, which `_cast` tells."""
+        p, unit = self.b.p[:, rows], self._per_key(unit[:, rows])
+        x = p * unit
+        lost = (x <= fmt.min_subnormal / 2) | (x > fmt.max)
+        return (round_to(x, fmt, "saturate") - x).div_(unit).masked_fill_(lost, 0.0)
 
     def _cast_sizes(self, fmt: FloatFormat, factor: float, kappa: Tensor, exact_top: bool) -> Tensor:
         """The root mean square error of each p_j: its spacing / √12, at most p_j. 0 where p_j is its reference's own
