@@ -9,8 +9,7 @@ The floor is the least of two:
   error of an element below t, at most t·2^−p, is a quarter of the unit roundoff of that mean, or less.
 
 Errors are expected ones, E‖total‖² = ‖stored truth − exact truth‖² + Σσ², and relative. They are taken over the whole
-tensor, and as the root of the mean square of the heads' own: in the whole, a head whose values are small beside the
-others' would hide.
+tensor and of each head alone: in the whole, a head whose values are small beside the others' would hide.
 """
 
 from __future__ import annotations
@@ -30,6 +29,7 @@ from harness.formats import get_format
 from harness.operands import Extras
 from harness.quantize import Stored, quantize
 from harness.recipe import TENSORS, Recipe, Scaling
+from harness.significance import ratio_limit
 from harness.spec import AttentionSpec
 from harness.truth import Truth
 
@@ -42,7 +42,7 @@ _LARGEST_POWER = 1000  # of two, that FP64 holds with room to spare
 @dataclass(frozen=True)
 class Floor:
     """rel_l2 against the exact truth over the whole tensor: the `error` that is expected, the `least` it could be, and
-    `of` what. 0 where the exact truth is. `lost`: what to say where either way of taking errors has lost a bit."""
+    `of` what. 0 where the exact truth is. `lost`: what to say where a bit is lost, in the whole or in a head."""
 
     error: float
     least: float
@@ -81,29 +81,20 @@ class Floors:
         return self._compared(variance + own, found)
 
     def _compared(self, own: Tensor, found: list[tuple[Tensor, str]]) -> Floor:
-        """From expected squares `[B, H]`, in units of each head."""
+        """From expected squares of rows `[B, H, L]`, in units of each head."""
         size = self._squares(self._exact_out)
         if not bool(size.any()):
             return Floor(0.0, 0.0, "")
-        weight = (self._unit / self._unit.max())[..., 0, 0].square()
+        weight = (self._unit / self._unit.max())[..., 0].square()
 
         def whole(squares: Tensor) -> float:
             return math.sqrt(float((squares * weight).sum()) / float((size * weight).sum()))
 
-        def heads(squares: Tensor) -> Tensor:
-            return torch.where(size > 0, squares / size, 0.0)
-
         error, (least, of) = whole(own), min((whole(squares), name) for squares, name in found)
-        if least > 0 and error > ONE_BIT * least:
-            return Floor(error, least, of, lost_bits(error, least, of))
-        first, which = min((float(heads(squares).sum()), n) for n, (squares, _) in enumerate(found))
-        if not (first > 0 and float(heads(own).sum()) > ONE_BIT**2 * first):
-            return Floor(error, least, of)
-        squares, name = found[which]
-        at = int((heads(own) - heads(squares)).argmax())
-        b, h = divmod(at, size.shape[1])
-        a, f = (math.sqrt(float(heads(x)[b, h])) for x in (own, squares))
-        return Floor(error, least, of, f"in head b={b} h={h}, which the whole hides, {lost_bits(a, f, name)}")
+        lost = lost_bits(error, least, of) if least > 0 and error > ONE_BIT * least else ""
+        if not lost and own.shape[0] * own.shape[1] > 1:
+            lost = _lost_head(own, min(found, key=lambda x: whole(x[0])), size)
+        return Floor(error, least, of, lost)
 
     @cached_property
     def _exact_out(self) -> Tensor:
@@ -116,10 +107,11 @@ class Floors:
         return _power_over(out) if out.numel() else out.new_ones(*out.shape[:2], 1, 1)
 
     def _squares(self, x: Tensor) -> Tensor:
-        return (x / self._unit).square().sum((2, 3))
+        """Of each row `[B, H, L]`, in units of its head."""
+        return (x / self._unit).square().sum(3)
 
     def _squares_of_variance(self, variance: Tensor) -> Tensor:
-        return (finite_or_zero(variance) / self._unit / self._unit).sum((2, 3))
+        return (finite_or_zero(variance) / self._unit / self._unit).sum(3)
 
     @cached_property
     def _distances(self) -> tuple[Tensor, Tensor]:
@@ -152,7 +144,8 @@ class Floors:
         out = self._exact_out
         if self.exact is None or not out.numel():
             return None
-        rms = (self._squares(out) / (out.shape[2] * out.shape[3])).sqrt()[..., None, None] * self._unit
+        mean = self._squares(out).sum(2) / (out.shape[2] * out.shape[3])
+        rms = mean.sqrt()[..., None, None] * self._unit
         small = (rms > 0) & (rms < NEAR * self._smallest_normal(out))
         if not bool(small.any()):
             return None
@@ -194,6 +187,32 @@ class Floors:
         up = self._powers.repeat_interleave(truth.out.shape[1] // self._powers.shape[1], 1)
         apart = self._squares(finite_or_zero(truth.out - self.exact_truth.out * up) / up)
         return apart + self._squares_of_variance(finite_or_zero(e.variance) / up / up)
+
+
+def _lost_head(own: Tensor, floor: tuple[Tensor, str], size: Tensor) -> str:
+    """What to say of the head that errs most beyond its own floor, or that of half of the heads; "" for none.
+
+    The errors of a head are one draw of roundings: by chance they may be as much larger than expected as over so many
+    rows one of these heads is, with a probability of `significance.ALPHA`.
+    """
+    heads = size.sum(2)
+    known = heads > 0
+    scale = torch.where(known, heads, 1.0)
+    a, f = ((x.sum(2) / scale).masked_fill(~known, 0.0) for x in (own, floor[0]))
+    f = f.clamp(min=float(f[known].median()))
+    over = torch.where(f > 0, a / f, 0.0)
+    told, most = "", 1.0
+    for b, h in (over > ONE_BIT**2).nonzero().tolist():
+        rows = own[b, h]
+        alike = int(
+            float(rows.sum()) ** 2 / float(rows.square().sum())
+        )  # rows that hold the error, if all did alike
+        chance = ratio_limit(max(1, alike), int(known.sum()), 1.0)
+        beyond = math.sqrt(float(over[b, h])) / (ONE_BIT * chance)
+        if beyond > most:
+            said = lost_bits(math.sqrt(float(a[b, h])), math.sqrt(float(f[b, h])), floor[1])
+            told, most = f"in head b={b} h={h}, which the whole hides, {said}", beyond
+    return told
 
 
 def _power_over(x: Tensor) -> Tensor:

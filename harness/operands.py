@@ -201,7 +201,14 @@ def shown(x: Any) -> str:
     return str(x.tolist()) if x.dim() == 1 and x.numel() <= 16 else f"{x.dtype} {tuple(x.shape)}"
 
 
-def squares_fit_fp32(x: Tensor) -> bool:
-    """Whether products of squares of these sizes, times the square of an FP32 roundoff (2^-48), stay normal in FP32."""
-    top = float(x.abs().nan_to_num(0.0, 0.0, 0.0).max()) if x.numel() else 1.0
-    return 1e-8 < top < 1e8
+def squares_fit_fp32(v: Tensor) -> bool:
+    """Whether products of squares of values `[B, H, S, E]`, times the square of an FP32 roundoff (2^-48), stay normal:
+    of the largest of each key and of each channel of a head, where that is not 0."""
+    size = v.abs().nan_to_num(0.0, 0.0, 0.0)
+    if not size.numel():
+        return True
+    for tops in (size.amax(2), size.amax(3)):
+        least, most = float(tops.masked_fill(tops == 0, 1.0).min()), float(tops.max())
+        if not (least > 1e-8 and most < 1e8):
+            return False
+    return True

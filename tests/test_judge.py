@@ -17,7 +17,7 @@ from torch import Tensor
 import harness
 from harness import AttentionSpec, Recipe, Status
 from harness.docket import Docket
-from harness.error_model import BLACK_BOX, WHOLE, Form
+from harness.error_model import BLACK_BOX, WHOLE, Form, form_of
 from harness.operands import Extras
 
 SMALL = (1, 2, 64, 32)
@@ -383,3 +383,52 @@ def test_probabilities_that_all_vanish_for_want_of_the_max_are_no_pass(recipe: s
     assert found.errors is not None
     assert found.errors.rel_l2 == 1.0  # zeros
     assert found.status is Status.FAIL
+
+
+def test_flat_attention_under_fp8_is_no_failure() -> None:
+    """All weights of a row lie in one cell of E4M3 and are moved alike: with V beside 0 their errors add up."""
+    for seed, (std, mean) in enumerate(((0.003, 1.0), (0.01, 5.0), (0.02, 1.0))):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 4, 128, 64, generator=g) for _ in "qkv")
+        q, v = q * std, v + mean
+        for name in ("online_softmax", "naive_masked"):
+            out = harness.get(name).run(q, k, v, recipe="fp8_e4m3", quantize=True).out
+            judged = harness.judge(out, q, k, v, recipe="fp8_e4m3", quantize=True, form=form_of(name))
+            assert judged.status is Status.PASS, (std, mean, name, str(judged))
+            assert 0.5 < judged.margins.ratio < 1.2
+
+
+def test_repeated_keys_are_no_failure() -> None:
+    """Equal keys have equal weights, which every format moves alike."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 64, 32, generator=g) for _ in "qkv")
+    k, v = k[:, :, :4].repeat(1, 1, 64, 1), v.repeat(1, 1, 4, 1) + 3
+    for recipe in ("bf16", "fp8_e4m3", "mxfp8"):
+        out = harness.get("naive_masked").run(q, k, v, recipe=recipe, quantize=True).out
+        judged = harness.judge(out, q, k, v, recipe=recipe, quantize=True, form=form_of("naive_masked"))
+        assert judged.status is Status.PASS, (recipe, str(judged))
+
+
+@pytest.mark.parametrize("tiny", [1e-19, 1e-30])
+@pytest.mark.parametrize("where", ["head", "channel", "key"])
+@pytest.mark.parametrize("recipe", ["fp32", "bf16"])
+def test_a_tiny_head_channel_or_key_is_judged_by_its_own_size(tiny: float, where: str, recipe: str) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 64, 64, generator=g) for _ in "qkv")
+    part: dict[str, Any] = {"head": (0, 1), "channel": (..., 3), "key": (0, slice(None), 0)}
+    v[part[where]] *= tiny
+    spec = AttentionSpec(causal=True)
+    out = harness.get("online_softmax").run(q, k, v, spec, recipe=recipe, quantize=True).out
+    judged = harness.judge(
+        out, q, k, v, spec=spec, recipe=recipe, quantize=True, form=form_of("online_softmax")
+    )
+    assert judged.status is Status.PASS, str(judged)
+
+
+def test_a_twin_that_overflows_says_nothing_and_breaks_nothing() -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 4, 256, 64, generator=g) for _ in "qkv")
+    q, v = q * 0.1, v.abs() * 1000
+    truth = harness.reference(q.half(), k.half(), v.half())
+    judged = harness.judge((truth.out * 1.01).half(), q, k, v, recipe="fp16_eager", quantize=True)
+    assert judged.status is Status.FAIL

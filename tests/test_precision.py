@@ -184,3 +184,15 @@ def test_errors_by_head_do_not_change_with_the_power_of_two_of_a_head(
     )
     a, b = judged(q, k, v, recipe), judged(q, k, moved, recipe)
     assert a.precision is b.precision is Status.PASS
+
+
+@pytest.mark.parametrize(("batch", "heads", "recipe", "power"), [
+    (5, 32, "fp8_e4m3_unscaled", -20), (1, 256, "fp8_e4m3_unscaled", -20), (1, 32, "fp16", -17)])  # fmt: skip
+def test_a_lost_head_shows_however_many_there_are(batch: int, heads: int, recipe: str, power: int) -> None:
+    """The mean square over N heads would let one of them err by √(3N) times its floor."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(batch, heads, n, 64, generator=g) for n in (8, 64, 64))
+    v[0, 5] *= 2.0**power
+    found = judged(q, k, v, recipe)
+    assert found.precision is Status.FAIL
+    assert found.precision_reasons[0].startswith("in head b=0 h=5, which the whole hides")
