@@ -240,7 +240,7 @@ def test_rmse_of_one_cell_alarms_above_its_smallest_drift_and_not_below() -> Non
     outcome = judged(record(rmse=rmse), record(rmse=1.05 * rmse))
     assert outcome.exit_code == 1
     (told,) = outcome.regressions
-    assert "rmse +5.0% in 1 paired seed (limit +2.5%)" in told
+    assert "rmse +5.0% beyond the floor in 1 paired seed (limit +2.5%)" in told
 
 
 def test_nearly_exact_outputs_have_a_floor_in_the_outputs_format() -> None:

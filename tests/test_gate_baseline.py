@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +15,13 @@ import pytest
 from record_factory import errors, grid, margins, record, refused
 
 from harness.gate import Pooled, compare, make_baseline, read_baseline
+from harness.gate.drift import SMALLEST_IN_ALL, SMALLEST_IN_CELL, find_drifts
 from harness.gate.pooled import Key
 from harness.records import Record, Status
 
 ROOT = Path(__file__).parents[1]
 BASELINES = ROOT / "reports" / "baselines"
+EXACT = "smoke/worked-example-causal"
 
 
 def lines_of(*records: Record) -> list[dict[str, Any]]:
@@ -133,3 +137,48 @@ def test_committed_baselines_are_whole_and_say_so_since_schema_1_3() -> None:
         cells = read_baseline(path).cells
         assert head.get("cells") == (None if head["schema"] == "1.2" else len(cells)), path.name
         assert {cell.machine_class for cell in cells.values()} == {head["machine_class"]}
+
+
+# --- what the committed figures make of the limits -------------------------------------------------------------
+
+
+def first_rise(cell: Pooled) -> float:
+    """The smallest rise, the same in every seed, at which the test finds a drift in the cell alone."""
+    cell = replace(cell, noise=(0.1,) * len(cell.rmses))  # a rise without spread: noise adds nothing
+
+    def found(factor: float) -> bool:
+        risen = replace(cell, rmses=tuple(None if x is None else factor * x for x in cell.rmses))
+        return bool(find_drifts([(risen, cell)]).cells)
+
+    low, high = 1.0, 2.0
+    assert found(high)
+    while high - low > 1e-6:
+        middle = (low + high) / 2
+        low, high = (low, middle) if found(middle) else (middle, high)
+    return high - 1
+
+
+def limits(rises: Iterable[float]) -> tuple[str, str]:
+    """As the documents state them: in a cell, and in all, which lies between its cells' whatever their weights."""
+    ends = min(rises := list(rises)), max(rises)
+    in_all = (1 + SMALLEST_IN_ALL) / (1 + SMALLEST_IN_CELL)
+    told = [[f"{100 * ((1 + rise) * factor - 1):.1f}" for rise in ends] for factor in (1, in_all)]
+    return (" to ".join(told[0]) + " %", " to ".join(told[1]) + " %")
+
+
+@pytest.mark.parametrize("path", sorted(BASELINES.glob("*.jsonl")), ids=lambda path: path.stem)
+def test_limits_that_the_documents_state_are_those_of_the_committed_baselines(path: Path) -> None:
+    rises: dict[str, list[float]] = defaultdict(list)
+    for cell in read_baseline(path).cells.values():
+        if any(x is not None for x in cell.rmses):
+            rises[cell.recipe].append(first_rise(cell))
+            if cell.recipe == "fp32" and cell.case != EXACT:
+                rises[f"fp32 without {EXACT}"].append(rises["fp32"][-1])
+    true = {name: limits(found) for name, found in rises.items()}
+    text = (ROOT / "docs" / "gate.md").read_text(encoding="utf-8").partition("## The floor")[2]
+    stated = {}
+    for names, *row in re.findall(r"^\| (`.*) \| (.*%) \| (.*%) \|$", text, re.MULTILINE):
+        stated |= dict.fromkeys(names.replace("`", "").split(", "), tuple(row))
+    assert stated == true
+    readme = " ".join((ROOT / "README.md").read_text(encoding="utf-8").split())
+    assert "under `bf16` it makes them {} and {})".format(*true["bf16"]) in readme
