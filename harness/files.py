@@ -1,8 +1,13 @@
-"""Files that are whole or absent: atomic replacement, and whole-line appends."""
+"""Files that are whole or absent: atomic replacement, and whole-line appends.
+
+What stands at a path stays what it is. A link is followed: the file it leads to is replaced, beside that file. A pipe
+or a device is written as it stands, and so is what the process holds open (/dev/stdout, /dev/fd/3).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import tempfile
 from collections.abc import Iterable, Iterator
@@ -29,10 +34,11 @@ def write_lines_atomically(path: Path, lines: Iterable[str]) -> None:
 
 def append(path: Path, text: str) -> None:
     """Add `text`, and wait until it is on the disk."""
-    with _named(path), path.open("a", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+    with _named(path), _standing(path) or path.open("ab") as file:
+        file.write(text.encode())
         file.flush()
-        os.fsync(file.fileno())
+        if path.is_file():  # a pipe has no disk
+            os.fsync(file.fileno())
 
 
 @contextlib.contextmanager
@@ -48,17 +54,67 @@ def _named(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replacing(path: Path) -> Iterator[IO[bytes]]:
-    """A file that takes the place of `path` once all of it is on the disk, or never."""
+    """A file that takes the place of `path` once all of it is on the disk, or never; or what stands there."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    with _named(path):
+        standing = _standing(path)
+        if standing is not None:
+            with standing as file:
+                yield file
+            return
+    target = _followed(path)
+    handle, temporary = _temporary(target)
     try:
-        with _named(path), os.fdopen(handle, "wb") as file:
+        with _named(target), os.fdopen(handle, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.chmod(temporary, 0o644)  # mkstemp gives 0600, which a CI artifact step cannot read
-        os.replace(temporary, path)
+        os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
+        raise
+
+
+def _standing(path: Path) -> IO[bytes] | None:
+    """What is written as it stands, opened; None for a file, a folder and what is not there."""
+    number = _held(path)
+    if number is not None:
+        return os.fdopen(os.dup(number), "wb")
+    if path.is_file() or path.is_dir() or not path.exists():
+        return None
+    # To make or cut is for files; a system may refuse to in a folder that others write to (fs.protected_fifos).
+    return open(path, "wb", opener=lambda name, flags: os.open(name, flags & ~(os.O_CREAT | os.O_TRUNC)))
+
+
+def _held(path: Path) -> int | None:
+    """The number of what this process holds open, where `path` is a name of it."""
+    own = ("/dev/fd", f"/proc/{os.getpid()}/fd")
+    for _ in range(40):  # links; as many as Linux follows
+        folder = os.path.realpath(path.parent)
+        if folder in own:
+            return int(path.name) if path.name.isdecimal() else None
+        if not path.is_symlink():
+            return None
+        path = Path(folder, os.readlink(path))
+    return None
+
+
+def _followed(path: Path) -> Path:
+    """Where links lead to."""
+    if not path.is_symlink():
+        return path
+    target = Path(os.path.realpath(path))
+    if target.is_symlink():  # what cannot be followed to an end
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return target
+
+
+def _temporary(target: Path) -> tuple[int, str]:
+    try:
+        return tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    except OSError as error:
+        error.filename = str(target)  # not a name that nobody gave
         raise

@@ -373,29 +373,34 @@ def read_records(path: Path | str) -> list[Record]:
 
 def iter_records(path: Path | str) -> Iterator[Record]:
     """`read_records`, one at a time."""
+    with Path(path).open("rb", buffering=2**16) as file:
+        yield from records_in(file, path)
+
+
+def records_in(lines: Iterable[bytes], path: Path | str) -> Iterator[Record]:
+    """`iter_records` of the lines of `path`, which is read by the caller: a pipe can be read only once."""
     from pydantic import ValidationError
 
     validate, known = _adapter().validator.validate_json, {SCHEMA}
-    with Path(path).open("rb", buffering=2**16) as file:
-        for number, line in enumerate(file, 1):
-            # A record ends with its newline: what follows the last one was cut off while it was written.
-            if not line.endswith(b"\n") or line.isspace():
-                continue
-            if number == 1:
-                line = line.removeprefix(codecs.BOM_UTF8)  # which some editors write
-            if not line.isascii():
-                _check_text(line, path)
-            try:
-                record: Record = validate(line)
-            except ValidationError as error:
-                _check_schema(line, f"{path}, line {number}")  # a newer schema may be why
-                first = error.errors()[0]
-                place = ".".join(str(p) for p in first["loc"]) or "the line"
-                raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
-            if record.schema not in known:
-                _check_schema(line, f"{path}, line {number}")
-                known.add(record.schema)
-            yield record
+    for number, line in enumerate(lines, 1):
+        if number == 1:
+            line = line.removeprefix(codecs.BOM_UTF8)  # which some editors write
+        # A record ends with its newline: what follows the last one was cut off while it was written.
+        if not line.endswith(b"\n") or line.isspace():
+            continue
+        if not line.isascii():
+            _check_text(line, path)
+        try:
+            record: Record = validate(line)
+        except ValidationError as error:
+            _check_schema(line, f"{path}, line {number}")  # a newer schema may be why
+            first = error.errors()[0]
+            place = ".".join(str(p) for p in first["loc"]) or "the line"
+            raise ValueError(f"{path}, line {number} is not a record: {place}: {first['msg']}") from None
+        if record.schema not in known:
+            _check_schema(line, f"{path}, line {number}")
+            known.add(record.schema)
+        yield record
 
 
 @cache  # to build one takes longer than to validate a thousand lines
@@ -414,7 +419,9 @@ def _check_text(line: bytes, path: Path | str) -> None:
 
 def why_empty(path: Path | str) -> str:
     """What to say of a file that gave no records."""
-    if Path(path).read_bytes().strip():
+    if not Path(path).is_file():
+        return f"{path} held no whole record"  # a pipe that was read: another reading would wait
+    if Path(path).read_bytes().removeprefix(codecs.BOM_UTF8).strip():
         return f"{path} holds no whole record: its only line was cut off, as a run that is killed leaves it"
     return f"{path} holds no records"
 

@@ -46,13 +46,13 @@ def everywhere(rise: float, case: str | None = None) -> dict[tuple[str, str, int
 
 def test_rise_of_five_percent_in_one_cell_is_one_line_that_names_it() -> None:
     (told,) = gated(run(everywhere(0.05, "g/b"))).regressions
-    assert told.startswith("g/b · x · bf16: rmse +5.0% in 3 paired seeds (limit +2.5%)")
+    assert told.startswith("g/b · x · bf16: rmse +5.0% beyond the floor in 3 paired seeds (limit +2.5%)")
 
 
 def test_rise_of_five_percent_in_all_cells_is_one_line_that_names_the_implementation() -> None:
     (told,) = gated(run(everywhere(0.05))).regressions
     assert told.startswith(
-        "all cases · x · bf16: rmse +5.0% over 4 cases and 12 pairs (limit +1.0%), 4 of them"
+        "all cases · x · bf16: rmse +5.0% beyond the floor over 4 cases and 12 pairs (limit +1.0%), 4 of them"
     )
 
 
@@ -89,7 +89,7 @@ def test_fall_is_an_improvement_worded_likewise() -> None:
     outcome = gated(run(everywhere(1 / 1.05 - 1, "g/b")))
     assert outcome.exit_code == 0
     (told,) = outcome.improvements
-    assert "rmse -4.8% in 3 paired seeds (limit -2.4%)" in told
+    assert "rmse -4.8% beyond the floor in 3 paired seeds (limit -2.4%)" in told
 
 
 def test_noise_between_seeds_of_the_size_of_the_rise_is_no_alarm() -> None:

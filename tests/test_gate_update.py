@@ -175,8 +175,8 @@ def raised(case: str | None, factor: float = 1.05) -> list[Record]:
 @pytest.mark.parametrize(
     ("planted", "named"),
     [
-        (raised("smoke/b"), "smoke/b · x · bf16: rmse +5.0% in 3 paired seeds"),
-        (raised(None), "all cases · x · bf16: rmse +5.0% over 3 cases and 9 pairs"),
+        (raised("smoke/b"), "smoke/b · x · bf16: rmse +5.0% beyond the floor in 3 paired seeds"),
+        (raised(None), "all cases · x · bf16: rmse +5.0% beyond the floor over 3 cases and 9 pairs"),
         (edited("smoke/b", status=Status.INCONCLUSIVE), "smoke/b · x · bf16: status PASS 3 → INCONCLUSIVE 3"),
         (edited("smoke/b", precision=Status.FAIL), "smoke/b · x · bf16: precision PASS 3 → FAIL 3"),
         ([r for r in SMOKE if (r.case, r.implementation) != ("smoke/b", "x")],

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import threading
 import xml.etree.ElementTree as ET
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -397,6 +400,72 @@ def test_mistake_with_outputs_is_one_line_before_anything_is_written(
     assert err.count("\n") == 1
     assert all(part in err for part in parts)
     assert not Path("report.md").exists()
+
+
+@contextmanager
+def pipe_of(path: Path) -> Iterator[str]:
+    """A pipe that gives what the file holds, once, as `<(cat FILE)` does."""
+    pipe = path.with_name("pipe")
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(path.read_bytes()), daemon=True)
+    writer.start()
+    yield pipe.name
+    writer.join(timeout=60)
+    assert not writer.is_alive()
+    pipe.unlink()
+
+
+def test_against_reads_a_pipe_as_it_reads_a_file(call: Call) -> None:
+    before = [record(), record("smoke/gone")]
+    write_records("before.jsonl", before)
+    Path("base.jsonl").write_text(make_baseline(before), encoding="utf-8-sig")
+    Path("bad").write_text("nonsense\n")
+    Path("odd").write_text('\n{"schema": "1.0"}\n')
+    write_records("r.jsonl", [record(status=Status.FAIL, reasons=("x",))])
+    for name in ("before.jsonl", "base.jsonl"):
+        with pipe_of(Path(name)) as pipe:
+            code, _, err = call("report", "r.jsonl", "--out", "o", "--comment", "c.md", "--against", pipe)
+        assert (code, err) == (1, "")
+        assert "1 newly failing · 1 vanished" in Path("c.md").read_text(encoding="utf-8")
+    for name, told in (("bad", "pipe, line 1 is not a record"), ("odd", "pipe, line 2 is not a baseline's")):
+        with pipe_of(Path(name)) as pipe:
+            code, _, err = call("report", "r.jsonl", "--out", "o", "--comment", "c.md", "--against", pipe)
+        assert (code, err.count("\n")) == (2, 1)
+        assert told in err
+
+
+@pytest.mark.parametrize(("text", "told"), [("", "pipe held no whole record"), ('{"a', "pipe held no whole record"),
+                                            ("x\n", "pipe, line 1 is not a record")])  # fmt: skip
+def test_pipe_that_holds_no_records_is_told_without_waiting_for_another(
+    call: Call, text: str, told: str
+) -> None:
+    Path("file").write_text(text)
+    with pipe_of(Path("file")) as pipe:
+        code, _, err = call("report", pipe, "--out", "o")
+    assert code == (2 if "line" in told else 3)
+    assert told in err
+
+
+def test_report_beside_a_pipe_is_asked_where_it_goes(call: Call) -> None:
+    os.mkfifo("pipe")
+    code, _, err = call("report", "pipe")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "pipe is no file, beside which the report could stand; say with --out FOLDER where it goes" in err
+
+
+def test_step_summary_into_a_pipe_is_written(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As to a terminal, where a workflow is tried by hand: there is no disk to wait for."""
+    write_records("r.jsonl", [record()])
+    os.mkfifo("summary")
+    monkeypatch.setenv("GITHUB_STEP_SUMMARY", "summary")
+    told: list[str] = []
+    reader = threading.Thread(
+        target=lambda: told.append(Path("summary").read_text(encoding="utf-8")), daemon=True
+    )
+    reader.start()
+    assert call("report", "r.jsonl", "--out", "o", "--step-summary")[0] == 0
+    reader.join(timeout=60)
+    assert told[0].startswith("# Attention accuracy")
 
 
 def test_full_step_summary_is_told_and_kept(

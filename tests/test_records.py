@@ -8,6 +8,7 @@ import json
 import math
 import os
 import tempfile
+from codecs import BOM_UTF8
 from collections.abc import Callable
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from harness.records import (
     pooled_rms,
     read_records,
     to_json,
+    why_empty,
     write_records,
 )
 
@@ -115,6 +117,18 @@ def test_file_that_is_not_text_is_named(tmp_path: Path) -> None:
 def test_byte_order_mark_of_an_editor_is_no_part_of_the_first_record(tmp_path: Path) -> None:
     (tmp_path / "r").write_text(to_json(record()) + "\n", encoding="utf-8-sig")
     assert read_records(tmp_path / "r") == [record()]
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", BOM_UTF8, BOM_UTF8 + b"\n", BOM_UTF8 + b" \r\n\n"])
+def test_file_of_nothing_but_blanks_and_a_byte_order_mark_holds_no_records(
+    tmp_path: Path, text: bytes
+) -> None:
+    path = tmp_path / "r"
+    path.write_bytes(text)
+    assert read_records(path) == []
+    assert why_empty(path) == f"{path} holds no records"
+    path.write_bytes(text + b"{")
+    assert "its only line was cut off" in why_empty(path)
 
 
 def test_newer_major_schema_is_refused_and_says_what_to_do(tmp_path: Path) -> None:

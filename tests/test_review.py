@@ -5,6 +5,7 @@ from __future__ import annotations
 import html.parser
 import json
 import math
+import os
 import re
 import subprocess
 import sys
@@ -416,6 +417,17 @@ def test_a_mistake_is_one_line_and_exit_2(stored: Path, name: str, capsys: pytes
     assert told in said
     assert said.count("\n") == 1
     assert not (stored.parent / "review.md").exists()
+
+
+def test_a_pipe_is_refused_since_its_digest_takes_a_second_reading(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    os.mkfifo(tmp_path / "pipe")
+    assert _run("review", tmp_path / "pipe") == 2
+    assert (
+        "pipe is no file; give one: the document names what it rests on by a SHA-256"
+        in capsys.readouterr().err
+    )
 
 
 def test_an_empty_file_is_nothing_ran(tmp_path: Path):

@@ -64,7 +64,7 @@ where τ is some 2.8/√n); 0.5 a change that draws every rounding anew.
 Where another processor's products move every FP32 result, three seeds cannot tell +5 % from them: a rise has to pass
 {cell:.1%} in a cell, {group:.1%} in all cells of an implementation (z = 5: {cell_before:.1%} and {group_before:.1%} at
 the s = 0.45 that was measured). Under the low-precision recipes, whose rmse such products hardly move, the limits stay
-near {small:.1%} and {all:.0%}.
+near {small:.1%} and {all:.0%} beyond the floor.
 """
 
 

@@ -106,6 +106,10 @@ def report(path: Path, out: Path | None, throughput: Path | None, plots: bool, *
         raise ValueError(
             f"{path} does not exist; give a records file, or make one with `python -m harness run`"
         )
+    if out is None and not path.is_file():
+        raise ValueError(
+            f"{path} is no file, beside which the report could stand; say with --out FOLDER where it goes"
+        )
     with no_collection():
         try:
             records = read_records(path)

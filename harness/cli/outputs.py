@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from harness.cli.paths import FILE
+from harness.collector import no_collection
 from harness.deviations import Review
 from harness.files import append, write_atomically
-from harness.records import Record
+from harness.records import Record, records_in
 
 if TYPE_CHECKING:
+    from harness.gate import Baseline
     from harness.report import Changes, Report
     from harness.report.changes import Key, Side
 
@@ -106,24 +110,33 @@ def take(chosen: dict[str, Any]) -> Outputs:
 
 def _before(path: Path) -> Mapping[Key, Side]:
     """The cells of a records file or of a gate's baseline, whichever it is."""
+    from harness.gate import baseline_in
     from harness.report import latest
     from harness.report.changes import sides
 
-    if not path.is_file():
+    if not path.exists():
         raise ValueError(
             f"{path} does not exist; give a records file of `run` or a baseline of `gate --update`"
         )
-    if _is_records(path):
-        from harness.records import read_records
+    with path.open("rb", buffering=2**16) as file:  # once: a pipe can be read only so
+        start = list(_up_to_text(file))
+        lines = chain(start, file)
+        if _is_record(start[-1] if start else b""):
+            with no_collection():
+                return sides(latest(list(records_in(lines, path))))
+        return _sides_of(baseline_in(b"".join(lines), path))
 
-        return sides(latest(read_records(path)))
-    return _baseline(path)
+
+def _up_to_text(lines: Iterable[bytes]) -> Iterator[bytes]:
+    """Lines up to the first that is not blank, and it."""
+    for line in lines:
+        yield line
+        if line.removeprefix(codecs.BOM_UTF8).strip():
+            return
 
 
-def _is_records(path: Path) -> bool:
-    """By the first line: a record has a seed and a machine. Damage is told by whoever reads the whole."""
-    with path.open("rb") as file:
-        line = next((line for line in file if line.strip()), b"{}")
+def _is_record(line: bytes) -> bool:
+    """Whether records start so: one has a seed and a machine. Damage is told by whoever reads the whole."""
     try:
         first = json.loads(line)
     except (ValueError, RecursionError):
@@ -131,15 +144,14 @@ def _is_records(path: Path) -> bool:
     return isinstance(first, dict) and "seed" in first
 
 
-def _baseline(path: Path) -> Mapping[Key, Side]:
-    from harness.gate import read_baseline
+def _sides_of(baseline: Baseline) -> Mapping[Key, Side]:
     from harness.report.changes import Side
 
     return {
         key: Side(
             cell.status, cell.precision, cell.rel_l2, cell.ratio, cell.seeds, f"{cell.device} {cell.isa}"
         )
-        for key, cell in read_baseline(path).cells.items()
+        for key, cell in baseline.cells.items()
     }
 
 

@@ -68,6 +68,8 @@ def review(
         if not path.exists():
             command = "evidence" if path in found else "run"
             raise ValueError(f"{path} does not exist; make one with `python -m harness {command}`")
+        if not path.is_file():
+            raise ValueError(f"{path} is no file; give one: the document names what it rests on by a SHA-256")
     held = list(iter_records(records))
     if not held:
         return nothing_ran(why_empty(records))

@@ -7,7 +7,15 @@ numpy is loaded.
 
 from __future__ import annotations
 
-from harness.gate.baseline import Baseline, choose, differences, make_baseline, read_baseline, read_folder
+from harness.gate.baseline import (
+    Baseline,
+    baseline_in,
+    choose,
+    differences,
+    make_baseline,
+    read_baseline,
+    read_folder,
+)
 from harness.gate.machine_class import machine_class
 from harness.gate.pooled import Pooled, pool_records
 from harness.gate.rules import Outcome, compare
@@ -17,6 +25,7 @@ __all__ = [
     "Baseline",
     "Outcome",
     "Pooled",
+    "baseline_in",
     "choose",
     "compare",
     "differences",

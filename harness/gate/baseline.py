@@ -1,5 +1,6 @@
-"""The baseline: JSON Lines. A head with the class of machine and why the baseline was made and changed, then one line
-per (case, implementation, recipe) with its seeds.
+"""The baseline: JSON Lines. A head with the class of machine, the number of cells (since schema 1.3: a file that was
+cut between lines would pass for a whole one) and why the baseline was made and changed, then one line per (case,
+implementation, recipe) with its seeds.
 
 Lines are sorted by these names and figures rounded to 4 digits (rmse by seed to 6; the smallest drift is 1 %), so that
 the file's history reads well and says little about where it was made.
@@ -17,12 +18,16 @@ from typing import Any
 
 from harness.gate.machine_class import nearness
 from harness.gate.pooled import SCHEMA, Key, Pooled, pool_records
-from harness.gate.told import REFRESH
 from harness.records import Record
 from harness.report.words import clean
 
 UPDATE = "python -m harness gate --update"
+ANEW = (
+    f"take it from version control again, or remove it and run {UPDATE}"  # which reads the one that is there
+)
 KIND = "baseline"
+_FIGURES = ("rmse", "rel_l2", "truth_rms", "ratio", "mismatches")
+_COUNTS = ("status", "precision", "hazards")
 
 
 @dataclass(frozen=True)
@@ -47,6 +52,7 @@ class Baseline:
 @dataclass(frozen=True)
 class _Head:
     machine_class: str
+    cells: int = 0  # 0: unknown
     history: tuple[Change, ...] = ()
     kind: str = KIND
     schema: str = field(default=SCHEMA)
@@ -65,7 +71,7 @@ def make_baseline(
     date = max(r.created for r in records)[:10]
     commit = "+".join(sorted({r.machine.commit for r in records}))
     change = Change(date, commit, clean(reason), moved)
-    head = _Head(class_of(cells.values()), (*(earlier.history if earlier else ()), change))
+    head = _Head(class_of(cells.values()), len(cells), (*(earlier.history if earlier else ()), change))
     lines = [json.dumps(asdict(head), ensure_ascii=False), *(_line(cells[key]) for key in sorted(cells))]
     return "".join(line + "\n" for line in lines)
 
@@ -79,11 +85,18 @@ def read_baseline(path: Path | str) -> Baseline:
     """A baseline, of this or an older minor schema. Raises ValueError, in one line, for a file that is missing or
     damaged."""
     try:
-        lines = Path(path).read_text(encoding="utf-8-sig").split("\n")
+        data = Path(path).read_bytes()
     except FileNotFoundError:
         raise ValueError(f"no baseline at {path}; make one with {UPDATE}") from None
+    return baseline_in(data, path)
+
+
+def baseline_in(data: bytes, path: Path | str) -> Baseline:
+    """`read_baseline` of what `path` holds, which was read by the caller: a pipe can be read only once."""
+    try:
+        lines = data.decode("utf-8-sig").split("\n")
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a baseline: not UTF-8; make one with {REFRESH}") from None
+        raise ValueError(f"{path} is not a baseline: not UTF-8; {ANEW}") from None
     cells: dict[Key, Pooled] = {}
     head = _Head("")
     for number, line in enumerate(lines, 1):
@@ -95,9 +108,15 @@ def read_baseline(path: Path | str) -> Baseline:
             head = _valid(_Head, fields, where)
             continue
         cell: Pooled = _valid(Pooled, fields, where)
+        if wrong := _negative(cell):
+            raise ValueError(f"{where} is not a baseline's: {cell} has a negative {wrong}; {ANEW}")
         if cell.key in cells:
-            raise ValueError(f"{where} repeats {cell}; make it anew with {REFRESH}")
+            raise ValueError(f"{where} repeats {cell}; {ANEW}")
         cells[cell.key] = cell
+    if head.cells not in (0, len(cells)):
+        raise ValueError(f"{path} holds {len(cells)} cells where its first line says {head.cells}; {ANEW}")
+    if not head.machine_class and any(cell.machine_class for cell in cells.values()):
+        raise ValueError(f"{path} has lost its first line, with the class of machine; {ANEW}")
     return Baseline(cells, head.machine_class, head.history)
 
 
@@ -147,7 +166,7 @@ def _fields(line: str, where: str) -> dict[str, Any]:
         fields: dict[str, Any] = json.loads(line)
         major = int(str(fields["schema"]).split(".")[0])
     except (ValueError, KeyError, TypeError, RecursionError):
-        raise ValueError(f"{where} is not a baseline's; make it anew with {REFRESH}") from None
+        raise ValueError(f"{where} is not a baseline's; {ANEW}") from None
     if major > int(SCHEMA.split(".")[0]):
         newer = f"{where} has schema {clean(str(fields['schema']))}; this version reads up to {SCHEMA}"
         raise ValueError(f"{newer}: update attention-harness")
@@ -163,7 +182,14 @@ def _valid(of: type, fields: Mapping[str, Any], where: str) -> Any:
         first = error.errors()[0]
         place = ".".join(str(p) for p in first["loc"])
         problem = f"{where} is not a baseline's: {place}: {clean(first['msg'])}"
-        raise ValueError(f"{problem}; make it anew with {REFRESH}") from None
+        raise ValueError(f"{problem}; {ANEW}") from None
+
+
+def _negative(cell: Pooled) -> str:
+    """The name of what no error and no count can be; empty where there is none."""
+    found = {name: (getattr(cell, name),) for name in _FIGURES} | {"rmses": cell.rmses}
+    found |= {name: tuple(getattr(cell, name).values()) for name in _COUNTS}
+    return next((name for name, held in found.items() if any(v is not None and v < 0 for v in held)), "")
 
 
 def differences(new: Mapping[Key, Pooled], old: Mapping[Key, Pooled], most: int = 5) -> tuple[str, ...]:

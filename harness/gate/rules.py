@@ -142,7 +142,20 @@ def _why_unpaired(new: Pooled, old: Pooled) -> str:
         return "the inputs changed"
     if new.recipe_digest != old.recipe_digest:
         return "the recipe changed"
-    return "" if len(old.rmses) == len(new.rmses) else "the baseline has no rmse by seed"
+    if len(old.rmses) != len(new.rmses) or _lacks_seeds(new, old):
+        return "the baseline has no rmse by seed"
+    return ""
+
+
+def _lacks_seeds(new: Pooled, old: Pooled) -> bool:
+    """Whether a pair has no figure in the baseline where there was one: a seed without an output ended neither in PASS
+    nor in INCONCLUSIVE, and one of NaN or Inf makes the pooled figure so."""
+    if not any(_is_finite(b) and not _is_finite(a) for b, a in zip(new.rmses, old.rmses, strict=True)):
+        return False
+    without = sum(a is None for a in old.rmses)
+    answered = sum(old.status.get(s.value, 0) for s in (Status.PASS, Status.INCONCLUSIVE))
+    odd = any(a is not None and not math.isfinite(a) for a in old.rmses)
+    return without > len(old.seeds) - answered or (odd and _is_finite(old.rmse))
 
 
 def _changes(new: Pooled, old: Pooled, up: Found, down: Found, loose: bool) -> tuple[list[str], list[str]]:

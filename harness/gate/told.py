@@ -41,12 +41,14 @@ def arrow(old: float | None, new: float | None) -> str:
 
 def of_cell(drift: Drift, sign: int) -> str:
     seeds = many(drift.pairs, "paired seed")
-    return f"rmse {_percent(drift.rise, sign)} in {seeds} (limit {_percent(drift.limit, sign)})"
+    return (
+        f"rmse {_percent(drift.rise, sign)} beyond the floor in {seeds} (limit {_percent(drift.limit, sign)})"
+    )
 
 
 def of_group(group: Group, drift: Drift, sign: int) -> str:
     name = " · ".join(map(clean, group))
-    told = f"rmse {_percent(drift.rise, sign)} over {drift.of} cases and {drift.pairs} pairs"
+    told = f"rmse {_percent(drift.rise, sign)} beyond the floor over {drift.of} cases and {drift.pairs} pairs"
     told += f" (limit {_percent(drift.limit, sign)})"
     return f"all cases · {name}: {told}, {drift.cases} of them beyond their own; most in {clean(drift.most)}"
 
