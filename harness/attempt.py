@@ -68,7 +68,8 @@ def attempt(
     given, subtracts_max = found
     if given.result is None:
         return given
-    return replace(given, hazards=(*predict(truth, recipe, subtracts_max), *ledger.hazards()))
+    foreseen = predict(truth, recipe, subtracts_max, stored[2].scale, extras.sinks)
+    return replace(given, hazards=(*foreseen, *ledger.hazards()))
 
 
 def outcome_of(given: Outcome | Fallen) -> Outcome:

@@ -25,7 +25,7 @@ from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
 from harness.finite import all_finite
 from harness.floor import Floors
 from harness.formats import get_format
-from harness.hazards import predict, storage_hazards
+from harness.hazards import predict, predict_sums, storage_hazards
 from harness.operands import Extras
 from harness.precision import Precision
 from harness.quantize import Stored
@@ -311,6 +311,15 @@ class Docket:
                 return Diagnosis(name, what, 1.0, 0.0, 1.0)
         return None
 
+    def _undivided(self) -> Diagnosis | None:
+        """Whether Σ P·V leaves its format when the row sum divides it last, as kernels do that stream over keys."""
+        late = replace(self.recipe, normalise="late")
+        for h in predict_sums(self.truth, late, self.stored[2].scale, self.extras.sinks):
+            if h.kind in _LOUD:
+                said = f"{h}, where P·V is divided by its sum at the end"
+                return Diagnosis(f"{h.kind.value} in {h.stage}", said, 1.0, 0.0, 1.0)
+        return None
+
     def _of_classes(self, out: Tensor, hazards: Sequence[Hazard]) -> Diagnosis:
         """NaN and infinities have no size: rows without keys, or the first stage that left its format."""
         wrong = (torch.isfinite(out) != torch.isfinite(self.truth.out)).any(-1)
@@ -324,6 +333,8 @@ class Docket:
             return Diagnosis(f"{first.kind.value} in {first.stage}", str(first), 1.0, 0.0, share)
         if (ranged := self._without_max(wrong)) is not None:
             return ranged
+        if (held := self._undivided()) is not None:
+            return held
         what = "NaN or infinities that the recipe does not explain: none of its stages leaves its format here"
         return Diagnosis(NOTHING, what, 0.0, 0.0, 0.0)
 
@@ -374,6 +385,8 @@ class Docket:
                     else storage_hazards(tuple(x.double() for x in self.exact), self.stored, self.recipe)
                 )
             if self.truth.ranges is not None:
-                found += predict(self.truth, self.recipe)
+                found += predict(
+                    self.truth, self.recipe, v_scale=self.stored[2].scale, sinks=self.extras.sinks
+                )
             self._hazards = tuple(found)
         return self._hazards

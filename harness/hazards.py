@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
+from harness.compare import unravel
+from harness.finite import argmax, finite_or_zero
 from harness.formats import FP32, FP64, FloatFormat, get_format
 from harness.ledger import NEAR_BITS, RESOLUTION_ULP, RangeLedger, beyond, coarse, headroom_bits
 from harness.quantize import Stored, prepare, round_inputs
@@ -85,20 +87,20 @@ def _hits(
             yield Hazard(kind, name, fmt.name, "observed", peak, bits, count, size.numel(), where)
 
 
-def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterator[Hazard]:
-    """What the FP64 values say must happen at each stage of a recipe. The truth must have been made with ranges."""
+def predict(
+    truth: Truth, recipe: Recipe, subtracts_max: bool = True, v_scale: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+) -> Iterator[Hazard]:  # fmt: skip
+    """What the FP64 values say must happen at each stage of a recipe. The truth must have been made with ranges.
+    `v_scale`: of the stored V, whose codes are what is summed; `sinks` `[H]`, which may be a row's maximum."""
     ranges = truth.ranges
     if ranges is None:
         raise ValueError("this truth has no ranges; make it with reference(..., ranges=True)")
     for stage, peak in (("scores_raw", ranges.raw), ("scores", ranges.score)):
+        yield from _foreseen(recipe, stage, peak.value, peak.where, ranges.pairs)
         fmt = get_format(recipe.format_of(stage))
-        bits = headroom_bits(fmt, peak.value)
-        if bits < NEAR_BITS:
-            kind = HazardKind.NEAR_OVERFLOW
-            if bool(beyond(fmt, torch.tensor(peak.value, dtype=torch.float64))):
-                kind = HazardKind.SATURATION if recipe.policy(stage) == "saturate" else HazardKind.OVERFLOW
-            yield Hazard(kind, stage, fmt.name, "predicted", peak.value, bits, 1, ranges.pairs, peak.where)
         if stage == "scores" and coarse(fmt, peak.value):
+            bits = headroom_bits(fmt, peak.value)
             yield Hazard(
                 HazardKind.RESOLUTION,
                 stage,
@@ -112,8 +114,56 @@ def predict(truth: Truth, recipe: Recipe, subtracts_max: bool = True) -> Iterato
             )
     if subtracts_max:
         yield from _predict_flush(ranges, recipe)
+        yield from predict_sums(truth, recipe, v_scale, sinks)
     else:
         yield from _predict_unsafe(ranges, recipe)
+    yield from _foreseen_in(recipe, "out", truth.out.abs())
+
+
+def predict_sums(
+    truth: Truth, recipe: Recipe, v_scale: torch.Tensor | None = None, sinks: torch.Tensor | None = None
+) -> Iterator[Hazard]:
+    """Row sums and accumulators as they are at the end: Σ P·V is o, times the row sum where that divides it last."""
+    top = truth.row_max if sinks is None else torch.maximum(truth.row_max, sinks.double()[:, None])
+    mass = finite_or_zero((truth.lse - top).exp()[..., None])
+    yield from _foreseen_in(recipe, "row_sum", mass * (recipe.p_scale if recipe.row_sum == "after" else 1.0))
+    last, fmt = truth.out.abs() * (mass if recipe.normalise == "late" else 1.0), recipe.format_of("acc")
+    held = last * recipe.p_scale
+    if v_scale is not None and max(v_scale.shape[2:]) == 1:  # else it is applied before the sum
+        group = truth.out.shape[1] // v_scale.shape[1]
+        held = held / (v_scale if v_scale.shape[1] == 1 else v_scale.repeat_interleave(group, 1))
+        if not _has_room(last, recipe.base):  # V's scale is applied before the row sum divides
+            held, fmt = last, recipe.base
+    yield from _foreseen_in(recipe, "acc", held, fmt)
+
+
+def _has_room(size: torch.Tensor, fmt: str) -> bool:
+    top = float(finite_or_zero(size).max()) if size.numel() else 0.0
+    return headroom_bits(get_format(fmt), top) >= NEAR_BITS
+
+
+def _foreseen_in(recipe: Recipe, stage: str, size: torch.Tensor, fmt: str | None = None) -> Iterator[Hazard]:
+    """The same of magnitudes `[B, H, L, …]`; what is not finite comes from the inputs."""
+    fmt = fmt or recipe.format_of(stage)
+    if _has_room(size, fmt):
+        return
+    size = finite_or_zero(size)
+    where = unravel(argmax(size), size.shape)
+    yield from _foreseen(recipe, stage, float(size[where]), where, size.numel(), fmt)
+
+
+def _foreseen(
+    recipe: Recipe, stage: str, peak: float, where: tuple[int, ...] | None, total: int, fmt: str | None = None
+) -> Iterator[Hazard]:
+    """What the largest magnitude of a stage says of its format: beyond it, or less than a bit within."""
+    held = get_format(fmt or recipe.format_of(stage))
+    bits = headroom_bits(held, peak)
+    if bits >= NEAR_BITS:
+        return
+    kind = HazardKind.NEAR_OVERFLOW
+    if bool(beyond(held, torch.tensor(peak, dtype=torch.float64))):
+        kind = HazardKind.SATURATION if recipe.policy(stage) == "saturate" else HazardKind.OVERFLOW
+    yield Hazard(kind, stage, held.name, "predicted", peak, bits, 1, total, where)
 
 
 def _predict_flush(ranges: Ranges, recipe: Recipe) -> Iterator[Hazard]:

@@ -11,13 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+import harness
 from harness import AttentionSpec, Recipe, Shape, get, get_recipe, reference
 from harness.arithmetic import Arithmetic, Block
 from harness.formats import FORMATS
 from harness.hazards import RangeLedger, beyond, coarse, headroom_bits, predict, storage_hazards
 from harness.quantize import quantize
 from harness.recipe import TENSORS
-from harness.records import Hazard, HazardKind
+from harness.records import Hazard, HazardKind, Status
 from harness.rounding import round_to
 
 K = HazardKind
@@ -408,3 +409,73 @@ def test_every_hazard_of_a_run_says_where_it_stands_and_prints() -> None:
         for h in (*observe(name, qkv, GQA, recipe), *foresee(qkv, recipe, name != "naive_unsafe")):
             assert 0 < h.count <= h.total, h
             assert h.stage in str(h)
+
+
+# --- sums past their format ---------------------------------------------------------------------------------------
+
+
+def narrow(**at: str) -> Recipe:
+    recipe = get_recipe("fp16")
+    return replace(recipe, name="narrow", at={**recipe.at, **at})
+
+
+def flat(keys: int, value: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Every key weighs the same, so that the row sum is their number."""
+    q, k = (torch.zeros(1, 2, n, 4, dtype=torch.float64) for n in (1, keys))
+    return q, k, torch.full((1, 2, keys, 4), value, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(("keys", "value", "kind"), [
+    (64, 1020.0, HazardKind.NEAR_OVERFLOW), (64, 1030.0, HazardKind.OVERFLOW), (64, 500.0, None)])  # fmt: skip
+def test_an_accumulator_that_is_divided_last_is_foreseen_beyond_its_format(
+    keys: int, value: float, kind: HazardKind | None
+) -> None:
+    qkv, recipe = flat(keys, value), narrow(acc="fp16", block_out="fp16")
+    found = [h for h in foresee(qkv, recipe) if h.stage == "acc"]
+    assert [h.kind for h in found] == ([] if kind is None else [kind])
+    assert all(h.peak == pytest.approx(keys * value, rel=1e-12) for h in found)
+    out = get("online_softmax").run(*qkv, recipe=recipe, quantize=True).out
+    assert bool(torch.isinf(out).any()) == (kind is HazardKind.OVERFLOW)
+    assert not [h for h in foresee(qkv, replace(recipe, normalise="early")) if h.stage == "acc"]
+    judged = harness.judge(out, *qkv, recipe=recipe, quantize=True)
+    assert (judged.precision is Status.FAIL) == (kind is HazardKind.OVERFLOW)
+
+
+def test_an_overflow_of_a_sum_that_the_recipe_divides_first_is_the_implementations() -> None:
+    qkv = flat(128, 1030.0)
+    out = get("online_softmax").run(*qkv, recipe="fp16_eager", quantize=True).out
+    judged = harness.judge(out, *qkv, recipe="fp16_eager", quantize=True)
+    assert (judged.status, judged.precision) == (Status.FAIL, Status.PASS)
+    assert judged.diagnosis is not None
+    assert judged.diagnosis.fault == "overflow in acc"
+    assert "divided by its sum at the end" in judged.diagnosis.what
+
+
+def test_a_row_sum_beyond_its_format_is_foreseen() -> None:
+    recipe = narrow(row_sum="fp16")
+    (h,) = [h for h in foresee(flat(66_000, 1.0), recipe) if h.stage == "row_sum"]
+    assert (h.kind, h.peak) == (HazardKind.OVERFLOW, pytest.approx(66_000, rel=1e-12))
+    assert not [h for h in foresee(flat(30_000, 1.0), recipe) if h.stage == "row_sum"]
+
+
+def test_an_output_beyond_its_format_is_foreseen_where_it_is_largest() -> None:
+    qkv = flat(4, 3.39e38)
+    qkv[2][0, 1, :, 2] = 3.4e38
+    found = [
+        h
+        for h in foresee(qkv, replace(narrow(out="bf16"), storage=get_recipe("fp32").storage))
+        if h.stage == "out"
+    ]
+    (h,) = found
+    assert (h.kind, h.where) == (HazardKind.OVERFLOW, (0, 1, 0, 2))
+
+
+def test_a_sink_that_is_the_row_maximum_leaves_the_row_sum_at_1() -> None:
+    q, k, v = flat(16, 1.0)
+    sinks = torch.tensor([20.0, -3.0], dtype=torch.float64)
+    truth = reference(q, k, v, sinks=sinks, ranges=True)
+    recipe = narrow(row_sum="fp16", acc="fp16")
+    assert not [h for h in predict(truth, recipe, sinks=sinks) if h.stage in ("row_sum", "acc")]
+    assert "row_sum" in [
+        h.stage for h in predict(truth, recipe)
+    ]  # e^20 keys, were the largest score the maximum
