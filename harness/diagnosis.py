@@ -22,7 +22,6 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from harness.compare import unravel
 from harness.directions import Call
 from harness.likeness import Likeness, likest
 from harness.misread import HONEST, misread
@@ -31,16 +30,15 @@ from harness.quantize import Stored
 from harness.records import Diagnosis
 from harness.significance import threshold
 from harness.suspects import Setting, Suspect, Trial
+from harness.unnamed import FEW, MOST, NOTHING, PLACES, few_elements, nothing, of_a_twin
+
+__all__ = ["NOTHING", "diagnose"]
 
 EXPLAINS = 0.5  # of what can be explained of the error, below which a fault does not explain it
 TIE, SAME = 0.01, 1e-6
 NARROWER = 1.5  # how much more a fault in some places must explain than one everywhere
 RIVALS = 4
 SIGMAS = 6  # of a sum of squares, that chance does not reach
-NOTHING = "unknown"
-PLACES = 4  # that are told
-MOST = 0.9  # of an error
-FEW = 0.25  # of the rows, that may each have a size of their own
 
 
 @dataclass(frozen=True)
@@ -70,6 +68,8 @@ def diagnose(
         settings.clear()
         settings[part.key] = Setting(part, call, stored)
     trial = Trial(settings[part.key], out)
+    if not trial.total:  # nothing is left to explain, and no share of it can be told
+        return of_a_twin(trial) or nothing(None, trial, part)
     suspects = list(trial.suspects())
     tau = threshold(max(len(suspects), 1))
     found = _best(suspects, part, tau)
@@ -99,71 +99,26 @@ def _unnamed(
     tau: float,
     other: Callable[[], Diagnosis | None] = lambda: None,
 ) -> Diagnosis:
-    """What no fault explains: a likeness, or `other`, or where it lies."""
+    """What no fault explains: a right implementation's own error, a likeness, `other`, or where it lies."""
     return (
-        _alike(trial)
+        of_a_twin(trial)
+        or _alike(trial)
         or _row_by_row(trial, tau)
-        or _few_elements(trial, part)
+        or few_elements(trial, part)
         or other()
-        or _nothing(best, trial, part)
+        or nothing(None if best is None else (best.suspect, best.what, best.gain), trial, part)
     )
 
 
 def _least(trial: Trial, found: _Found) -> float:
-    """The share a fault must explain of an error that is larger than what is expected of two honest runs: half of what
-    it could if it were all that is wrong."""
-    return EXPLAINS * found.suspect.explainable if _large(trial) else 0.0
+    """The share a fault must explain of an error that is larger than what is expected of two honest runs, or that a
+    right implementation makes too: half of what it could if it were all that is wrong."""
+    return EXPLAINS * found.suspect.explainable if _large(trial) or of_a_twin(trial) else 0.0
 
 
 def _large(trial: Trial) -> bool:
     """Whether the error is larger than what is expected of two honest runs."""
     return trial.total > 4 * trial.noise
-
-
-def _few_elements(trial: Trial, part: Part) -> Diagnosis | None:
-    """Most of the error in a handful of elements: they were written wrong, or not at all."""
-    energy = trial.e.square() * trial.weight
-    top = energy.flatten().topk(min(PLACES, energy.numel()))
-    shares = (top.values / trial.total).cumsum(0)
-    if not len(shares) or float(shares[-1]) < MOST:
-        return None
-    count = int((shares < MOST).sum()) + 1
-    b, h, i, c = unravel(int(top.indices[0]), energy.shape)
-    first = f"b={int(part.batches[b])} h={part.heads.start + h} i={part.number(i)} c={c}"
-    what = f"{count} of {energy.numel()} elements {'is' if count == 1 else 'are'} wrong, first {first}"
-    size = float(trial.e[b, h, i, c])
-    return Diagnosis("single elements", what, size, float(top.values[0]) ** 0.5, float(shares[count - 1]))
-
-
-def _nothing(best: _Found | None, trial: Trial, part: Part) -> Diagnosis:
-    where = _concentrated(trial, part)
-    if best is None or best.gain <= 0:
-        return Diagnosis(NOTHING, f"no known fault explains it{where}", 0.0, 0.0, 0.0)
-    share = best.gain / trial.total
-    near = f"; nearest: {best.what} ({best.suspect.name}), {share:.0%}"
-    return Diagnosis(NOTHING, f"no known fault explains it{where}{near}", 0.0, 0.0, share)
-
-
-def _concentrated(trial: Trial, part: Part) -> str:
-    """The rows, heads or channels that hold most of an error, when they are few of many."""
-    energy = trial.e.square() * trial.weight
-    for name, x in (
-        ("rows", energy.sum(-1)),
-        ("heads", energy.sum((2, 3))),
-        ("channels", energy.sum((0, 1, 2))),
-    ):
-        count = max(1, int(FEW * x.numel()))
-        if x.numel() < 1 / FEW:
-            continue
-        top = x.flatten().topk(count)
-        if float(top.values.sum()) < MOST * trial.total:
-            continue
-        first = unravel(int(top.indices[0]), x.shape)
-        if name == "channels":
-            return f"; it lies in few channels, most in c={first[0]}"
-        row = f" i={part.number(first[2])}" if name == "rows" else ""
-        return f"; it lies in few {name}, most in b={int(part.batches[first[0]])} h={part.heads.start + first[1]}{row}"
-    return ""
 
 
 def _equal(best: _Found, other: _Found, tau: float) -> bool:
@@ -201,6 +156,8 @@ def _ranked(found: list[_Found], tau: float) -> list[_Found]:
 def _in_scope(s: Suspect, scope: str, part: Part, tau: float) -> _Found | None:
     """The suspect's gain everywhere, or in the heads or rows in which it is significant by itself."""
     if scope == "all":
+        if s.within is not None and not bool(s.within.all()):
+            return None
         return _Found(s, float(s.gain(s.power.sum(), s.cross.sum())))
     if s.power.shape[0] * s.power.shape[1] < 2 and scope == "heads":
         return None
@@ -208,6 +165,8 @@ def _in_scope(s: Suspect, scope: str, part: Part, tau: float) -> _Found | None:
     gains = s.gain(power, cross)
     # As many tests again, of the difference of two honest runs.
     hit = gains > 2 * (tau**2 + 2 * math.log(max(gains.numel(), 1)))
+    if s.within is not None:
+        hit = hit & (s.within.all(-1) if scope == "heads" else s.within)
     share = float(hit.double().mean()) if hit.numel() else 0.0
     # A size of its own in many rows is no place: their denominators are imprecise.
     if not share or (share == 1 and not s.degrees) or (scope == "rows" and s.degrees and share > FEW):

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from harness.error_model import BLACK_BOX, WHOLE, Form, expectations
 from harness.recipe import Recipe
-from harness.suspects import Trial, variants
+from harness.suspects import Trial
+from harness.variants import variants
 
 FORMS = (WHOLE, *(Form("stream", n) for n in (16, 32, 48, 64, 96)), BLACK_BOX)
 AS_LARGE = (0.6, 1.6)  # error² ÷ variance, over the part and within each head
@@ -44,6 +45,9 @@ def likest(trial: Trial) -> Likeness | None:
     base = _surprise(square, own)
     best: tuple[float, Likeness] | None = None
     for name, what, variance in _expected(trial):
+        rows = trial.within(name)
+        if rows is not None and not bool(rows.all()):
+            continue  # errors as large, but other numbers than that format's
         allowed = variance[used]
         if not bool(torch.isfinite(allowed).all() & (allowed > 0).all()) or not _as_large(
             square, allowed, used

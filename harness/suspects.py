@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from harness.directions import DIRECTIONS, Call, Projection, key_powers, project
-from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, leak, without
+from harness.faults import BLOCKS, Subject, cut_p, doubled, faults, leak, value_missing, without
 from harness.formats import FORMATS, get_format
 from harness.part import Part
 from harness.quantize import Stored
-from harness.recipe import Recipe
-from harness.twins import Twins
+from harness.rounding import round_to
+from harness.significance import threshold
+from harness.twins import FIRST, Twins
+from harness.variants import orders, variants
 
 CUT = (0.25, 2.0)  # sizes of a truncation: it is there (1) or not
 CUT_EXPLAINS = (
@@ -46,6 +48,7 @@ class Suspect:
     whole: bool = (
         False  # an output in FP64, there or not, that rounds nothing: it leaves nothing but rounding
     )
+    within: Tensor | None = None  # rows that it may be in at all, by their values
 
     def gain(self, power: Tensor, cross: Tensor) -> Tensor:
         """What it explains where these are its sums."""
@@ -91,6 +94,7 @@ class Setting:
         self.base = Twins(
             self.stored, self.call.spec, self.call.recipe, self.call.extras, BLOCKS, split=False
         )
+        self.is_whole = self.truth.shape == whole.shape
         self._kept: list[Wrong] | None = None
         # Names of faults whose outputs are made in FP64; of those that pass through a format, some values lie so near
         # the middle of two of its numbers that a kernel's own rounding before it decides.
@@ -129,6 +133,21 @@ class Setting:
                 yield name, what, twins[i] - self.base[i]
 
     @cached_property
+    def orders(self) -> list[Wrong]:
+        """Outputs with P normalised before its cast where the recipe does it after P·V, or the other way round."""
+        return [
+            (name, what, Twins(self.stored, self.call.spec, r, self.call.extras, (), split=False)[0])
+            for name, what, r in orders(self.call.recipe)
+        ]
+
+    def arrangement(self, twin: int) -> str:
+        """Which of the twins it is."""
+        if not twin:
+            return FIRST
+        sizes = [n for n in BLOCKS if n < self.subject.k.shape[2]]
+        return f"online_softmax in blocks of {[*sizes, max(BLOCKS)][twin - 1]} keys"
+
+    @cached_property
     def leak(self) -> Tensor:
         return leak(self.subject)
 
@@ -145,8 +164,9 @@ class Trial:
         variance = torch.maximum(variance, 1e-3 * variance.mean(-1, keepdim=True))
         self.weight = torch.where(usable & (variance > 0), 1 / variance.clamp(min=1e-300), 0.0)
         self.out = torch.where(usable, out, self.truth.nan_to_num(0.0, 0.0, 0.0))
-        twin = min((self.base[i] for i in range(len(self.base))), key=self._distance)
-        self.e = torch.where(self.weight > 0, self.out - self._finite(twin), 0.0)
+        self.nearest = min(range(len(self.base)), key=lambda i: self._distance(self.base[i]))
+        self.twin = self._finite(self.base[self.nearest])
+        self.e = torch.where(self.weight > 0, self.out - self.twin, 0.0)
         self.total = self._energy(self.e)
         self.noise = float((self.weight > 0).sum())
 
@@ -177,11 +197,23 @@ class Trial:
         for name in self.along.names:
             yield self.direction(name)
         yield from self._far_scale()
-        yield from self._one_key()
+        of_key, of_value = self._one_key()
+        yield from of_key
         exact = self.setting.exact
         for name, what, g in self.setting.wrongs():
-            yield replace(self.discrete(name, what, g), whole=name in exact)
+            yield replace(self.discrete(name, what, g), whole=name in exact, within=self.within(name))
+        for name, what, out in self.setting.orders:  # as a whole: no twin of the recipe has its roundings
+            yield self.discrete(name, what, self._finite(out) - self.twin)
+        yield from of_value
         yield from self._leak()
+
+    def within(self, name: str) -> Tensor | None:
+        """The rows that a fault of this name may be in: of an output held in a format, those of its numbers alone."""
+        fmt = name.removesuffix(" output")
+        if fmt == name or fmt not in FORMATS:
+            return None
+        kept = round_to(self.out, fmt, overflow="saturate") == self.out
+        return (kept | (self.weight == 0)).all(-1)
 
     def direction(self, name: str) -> Suspect:
         i = self.along.names.index(name)
@@ -231,13 +263,32 @@ class Trial:
         )
         yield replace(found, degrees=True)
 
-    def _one_key(self) -> Iterator[Suspect]:
-        """The key that explains most when lost or counted twice."""
+    def _one_key(self) -> tuple[list[Suspect], list[Suspect]]:
+        """The key that explains most when lost or counted twice, and the one that does when its value is missing. Of
+        one key, the one of both that explains more, where chance is not it: what they differ by is small beside either.
+        """
+        key, found = self._lost_or_twice()
+        missing = value_missing(self.subject, self.e, self.weight)
+        if missing is None:
+            return found, []
+        own, g = missing
+        value = self.discrete(
+            f"V of key {own} missing", f"the value of key {own} is 0, and its weight counts", g
+        )
+        if own != key or not found:
+            return found, [value]
+        lost, alone = (s.gain(s.power, s.cross) for s in (found[0], value))
+        apart = float((lost - alone)[torch.maximum(lost, alone) > 0].sum())  # in rows that have it
+        if abs(apart) <= threshold(self.subject.k.shape[2]) ** 2:
+            return found, [value]
+        return (found, []) if apart > 0 else ([], [value])
+
+    def _lost_or_twice(self) -> tuple[int, list[Suspect]]:
         power, _ = key_powers(self.weighed)
         total = self.along.key_sum[0]
         gain = torch.where(power > 0, total * total / power.clamp(min=1e-300), 0.0)
         if not gain.numel():
-            return
+            return -1, []
         key = int(gain.argmax())
         if float(total[key]) > 0:
             name, what = f"key {key} lost", f"key {key} is lost"
@@ -245,32 +296,4 @@ class Trial:
         else:
             name, what = f"key {key} twice", f"key {key} is counted twice"
             output = doubled(self.subject, slice(key, key + 1))
-        yield self.discrete(name, what, output - self.truth)
-
-
-def variants(recipe: Recipe) -> Iterator[tuple[str, str, Recipe]]:
-    """Recipes one mistake away."""
-    at = dict(recipe.at)
-    if recipe.p_scale != 1:
-        yield "P scale 1", "P is cast without its scale", replace(recipe, p_scale=1.0)
-    if recipe.normalise == "late":
-        other = "after" if recipe.row_sum == "before" else "before"
-        yield f"row sum {other} cast", f"the row sum takes P {other} its cast", replace(recipe, row_sum=other)
-    stages = {
-        "acc": "accumulator",
-        "row_sum": "running sum",
-        "scores_raw": "q·k",
-        "probs": "P",
-        "out": "output",
-    }
-    for fmt in ("fp16", "bf16"):
-        if not {"shifted", "exp"} & set(at):
-            both = replace(recipe, at={**at, "shifted": fmt, "exp": fmt})
-            yield f"{fmt} exponent", f"s − max and its exp are held in {fmt.upper()}", both
-    for fmt in ("fp16", "bf16", "fp8_e4m3"):
-        for stage, name in stages.items():
-            if fmt == "fp8_e4m3" and stage not in ("probs", "out"):
-                continue
-            if get_format(fmt).precision < get_format(recipe.format_of(stage)).precision:
-                changed = replace(recipe, at={**at, stage: fmt})
-                yield f"{fmt} {name}", f"the {name} is held in {fmt.upper()}", changed
+        return key, [self.discrete(name, what, output - self.truth)]

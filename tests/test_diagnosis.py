@@ -15,7 +15,7 @@ import harness
 from harness import Status
 from harness.diagnosis import NOTHING
 from harness.recipe import get_recipe
-from harness.suspects import variants
+from harness.variants import variants
 
 QUICK = {
     "scale omitted": "fp16", "key 37 lost": "bf16", "next key leaks": "bf16", "heads swapped": "fp8_e4m3",

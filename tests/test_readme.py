@@ -102,9 +102,9 @@ def test_recipes_that_the_pages_show_load(page: str, number: int, tmp_path: Path
 def test_softmax_that_divides_before_it_rounds_passes_under_the_recipe_shown_for_it(tmp_path: Path) -> None:
     """What JAX does on the CPU in BF16: probabilities in FP32, rounded once they are divided, then P·V."""
     (text,) = [
-        b for b in blocks((ROOT / "docs/doors.md").read_text(encoding="utf-8"), "toml") if "jax_cpu" in b
+        b for b in blocks((ROOT / "docs/doors.md").read_text(encoding="utf-8"), "toml") if "bf16_early" in b
     ]
-    path = tmp_path / "jax_cpu.toml"
+    path = tmp_path / "bf16_early.toml"
     path.write_text(text, encoding="utf-8")
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 128, 32, generator=g).bfloat16() for _ in range(3))

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from harness.faults.casts import cut_p, storage
-from harness.faults.order import blocks, doubled, heads_and_rows, without
+from harness.faults.order import blocks, doubled, heads_and_rows, value_missing, without
 from harness.faults.rules import leak, options, positions, scales, tiles
 from harness.faults.subject import BLOCKS, Fault, Subject
 from harness.faults.sums import arithmetic, merges, nothing, rescales
 
-__all__ = ["BLOCKS", "Fault", "Subject", "cut_p", "doubled", "faults", "leak", "without"]
+__all__ = ["BLOCKS", "Fault", "Subject", "cut_p", "doubled", "faults", "leak", "value_missing", "without"]
 
 
 def faults(x: Subject) -> Iterator[Fault]:

@@ -61,6 +61,8 @@ def heads_and_rows(x: Subject) -> Iterator[Fault]:
         yield "first key is the second", what, lambda: x.run(k=late["k"], v=late["v"])
         for by in (-1, 1):
             yield "V one key off", "V is read one key off", partial(x.run, v=v.roll(by, 2))
+        for by in (-1, 1):  # every row sees every key: V the other way
+            yield "K one key off", "K is read one key off", partial(x.run, k=k.roll(by, 2))
         yield (
             "V of the last key missing",
             "the key a row stands at counts in the denominator alone",
@@ -190,3 +192,18 @@ def doubled(x: Subject, keys: slice) -> Tensor:
     extra = x.q.new_zeros(1, 1, 1, x.k.shape[2])
     extra[..., keys] = math.log(2)
     return x.run(bias=x.bias() + extra)
+
+
+def value_missing(x: Subject, e: Tensor, weight: Tensor) -> tuple[int, Tensor] | None:
+    """The key whose own value, as far as it is missing from P·V, explains most of an error `e` weighed by `weight`, and
+    what the output moves by where all of it is."""
+    s, v = weights(x)
+    p = softmax(x, s)
+    cross = -((p.mT @ (e * weight)) * v).sum((0, 1, 3))
+    power = ((p.square().mT @ weight) * v.square()).sum((0, 1, 3))
+    usable = (power > 0) & torch.isfinite(power) & (cross > 0)
+    gain = torch.where(usable, cross.square() / power.clamp(min=1e-300), 0.0)
+    if not bool(usable.any()):
+        return None
+    key = int(gain.argmax())
+    return key, -p[..., key : key + 1] * v[:, :, key : key + 1]
