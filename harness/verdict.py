@@ -38,6 +38,7 @@ from harness.yardstick import (
     Ground,
     Weights,
     Yardstick,
+    fresh_rows,
     independent_rows,
     over_ceiling,
     own_rounding,
@@ -90,6 +91,7 @@ class Bench:
         self.counted = replace(call, variance=call.variance.masked_fill(~alone, math.inf))
         self.target = Target(call.truth.out, call.recipe.out_format)
         self.finite = self.target.finite
+        self.fresh = fresh_rows(self.target)
         self.usable = self.independent
         for x, whole in ((call.truth.out, self.finite), (call.variance, all_finite(call.variance))):
             self.usable = self.usable if whole else self.usable & torch.isfinite(x).all(-1).flatten()
@@ -111,7 +113,9 @@ class Bench:
     @property
     def ground(self) -> Ground:
         number = self.call.extras.row
-        return Ground(self.call.truth.out.shape, self.limits, self.independent, self.own_rounding, number)
+        return Ground(
+            self.call.truth.out.shape, self.limits, self.independent, self.own_rounding, number, self.fresh
+        )  # fmt: skip
 
     @property
     def own_rounding(self) -> Tensor | float:

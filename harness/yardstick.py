@@ -16,7 +16,7 @@ from harness.compare import Target, unravel
 from harness.directions import Call
 from harness.finite import all_finite, argmax
 from harness.formats import get_format
-from harness.rounding import ulp
+from harness.rounding import round_to, ulp
 from harness.significance import (
     ratio_limit,
     threshold,
@@ -24,6 +24,7 @@ from harness.significance import (
 
 BLOCK_ROWS = 32
 KEY_CHANNELS = 8  # of a row, of which a number is made that tells it from others
+FEW_CHANNELS = 32  # below which rows that are rounded alike leave too few samples
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Ground:
     independent: Tensor
     own_rounding: Tensor | float
     number: Callable[[int], int] = int  # that a row has in the whole call
+    fresh: Tensor | None = None  # `[B·H·L]`: `fresh_rows`
 
 
 class Weights:
@@ -66,8 +68,10 @@ class Weights:
         blocks = -(-shape[2] // BLOCK_ROWS)
         self.pad = blocks * BLOCK_ROWS - shape[2]
         tests = 1 + shape[0] * shape[1] * (1 + blocks + shape[2])
-        self.levels = {name: _Level(x, tests, slack) for name, x in self.groups(weigh).items()}
-        self.limit = ratio_limit(int(weigh.sum()), tests, slack)
+        counted = weigh if ground.fresh is None else weigh * ground.fresh.view(shape[:3])
+        samples = self.groups(counted)
+        self.levels = {name: _Level(x, samples[name], tests, slack) for name, x in self.groups(weigh).items()}
+        self.limit = ratio_limit(int(counted.sum()), tests, slack)
 
     def groups(self, x: Tensor) -> dict[str, Tensor]:
         """`[B, H, L]` by level: groups along the first axis."""
@@ -81,12 +85,13 @@ class Weights:
 
 
 class _Level:
-    """Groups of rows along the first axis: weights, how many rows count, and the limit of their ratio."""
+    """Groups of rows along the first axis: weights, how many rows there are, and the limit of their ratio, by how many
+    of them are samples."""
 
-    def __init__(self, weigh: Tensor, tests: int, slack: float) -> None:
+    def __init__(self, weigh: Tensor, samples: Tensor, tests: int, slack: float) -> None:
         self.weigh, rows = weigh, weigh.sum(-1)
         self.some, self.rows = rows > 0, rows.clamp(min=1)
-        self.limits = _limits(rows, tests, slack).to(rows)
+        self.limits = _limits(samples.sum(-1), tests, slack).to(rows)
 
 
 class Yardstick:
@@ -189,13 +194,33 @@ def independent_rows(call: Call) -> Tensor:
     rows += [q] if same_keys and q.shape[3] else []
     rows = [x for x in rows if q.shape[2] > 1 and not _all_differ(x)]
     if rows:
-        order = torch.arange(q.shape[2], device=q.device)
         for b, h, x in itertools.product(range(q.shape[0]), range(q.shape[1]), rows):
-            values, inverse = torch.unique(x[b, h], dim=0, return_inverse=True)
-            if len(values) < q.shape[2]:
-                first = order.new_full((len(values),), q.shape[2]).scatter_reduce_(0, inverse, order, "amin")
-                kept[b, h] &= first[inverse] == order
+            kept[b, h] &= _first_of_like(x[b, h])
     return kept.flatten()
+
+
+def fresh_rows(truth: Target) -> Tensor | None:
+    """Rows `[B·H·L]` whose truth, rounded to the output's format, is no earlier one's of their head; None: all. Nearly
+    equal rows of few channels are rounded alike: their errors are one sample."""
+    out = truth.truth
+    if not 0 < out.shape[3] < FEW_CHANNELS or not truth.finite or get_format(truth.fmt).precision >= 24:
+        return None
+    rounded, kept = (
+        round_to(out, truth.fmt, "saturate"),
+        torch.ones(out.shape[:3], dtype=torch.bool, device=out.device),
+    )
+    for b, h in itertools.product(range(out.shape[0]), range(out.shape[1])):
+        kept[b, h] = _first_of_like(rounded[b, h])
+    return None if bool(kept.all()) else kept.flatten()
+
+
+def _first_of_like(rows: Tensor) -> Tensor:
+    """Whether a row `[L, E]` is the first with its values."""
+    count = rows.shape[0]
+    values, inverse = torch.unique(rows, dim=0, return_inverse=True)
+    order = torch.arange(count, device=rows.device)
+    first = order.new_full((len(values),), count).scatter_reduce_(0, inverse, order, "amin")
+    return first[inverse] == order
 
 
 def _all_differ(x: Tensor) -> bool:
