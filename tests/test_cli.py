@@ -512,14 +512,20 @@ def test_interrupted_run_ends_at_once_with_its_workers(tmp_path: Path, plugin: P
     ]
     with subprocess.Popen(
         [sys.executable, *command], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True,
-        env=environment(PYTHONPATH=str(plugin), RECORDS=str(path)),
+        env=environment(PYTHONPATH=str(plugin), RECORDS=str(path)), preexec_fn=_heeds_interrupts,
     ) as run:  # fmt: skip
-        wait_for(lambda: path.with_name("records.jsonl.hangs").exists())
-        if how == "interrupt":
-            os.killpg(run.pid, signal.SIGINT)  # as a terminal does
-        else:
-            run.kill()
-        _, err = run.communicate(timeout=20)  # ends when the workers, which hold stderr as well, have ended
+        try:
+            wait_for(lambda: path.with_name("records.jsonl.hangs").exists())
+            if how == "interrupt":
+                os.killpg(run.pid, signal.SIGINT)  # as a terminal does
+            else:
+                run.kill()
+            _, err = run.communicate(
+                timeout=20
+            )  # ends when the workers, which hold stderr as well, have ended
+        except BaseException:
+            os.killpg(run.pid, signal.SIGKILL)
+            raise
     assert "Traceback" not in err
     assert [r.case for r in read_records(path)] == ["smoke/worked-example"]
     if how == "interrupt":
@@ -527,6 +533,11 @@ def test_interrupted_run_ends_at_once_with_its_workers(tmp_path: Path, plugin: P
         said = [line for line in err.splitlines() if line]
         assert said[-1] == "interrupted; what a run recorded is whole, and `run --resume` goes on with it"
         assert all(re.match(r"8 cells: |\d/8 cells, ", line) for line in said[:-1]), said
+
+
+def _heeds_interrupts() -> None:
+    """What a shell starts in the background ignores them, and so would its children."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
