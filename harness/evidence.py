@@ -7,6 +7,7 @@ only; reading validates with pydantic, which is imported there.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 from harness.files import write_atomically
 from harness.records import Machine, plain
 
-SCHEMA = "1.0"
+SCHEMA = "1.1"
+NORMAL_95 = 1.96
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class Attribution:
 class Quality:
     """What a model says when its attention runs in `recipe`, against the same model with FP64 attention, over the
     `tokens` of `text`. `kl_mean`, `kl_p99`, `kl_max`: KL divergence of the next-token distributions, in nats;
-    `top1_agreement`: the share of positions with the same likeliest token; `perplexity` and the reference's."""
+    `top1_agreement`: the share of positions with the same likeliest token; `perplexity` and the reference's.
+    `change_se`: the standard error of the change over the text's tokens, each taken for a sample; None where it was not
+    recorded (schema 1.0)."""
 
     model: str
     text: str
@@ -88,6 +92,7 @@ class Quality:
     reference_perplexity: float
     machine: Machine
     created: str
+    change_se: float | None = None
     kind: str = "quality"
     schema: str = SCHEMA
 
@@ -95,6 +100,13 @@ class Quality:
     def perplexity_change(self) -> float:
         """Relative: 0.01 is 1 % more."""
         return self.perplexity / self.reference_perplexity - 1
+
+    @property
+    def change_range(self) -> tuple[float, float]:
+        """Its 95 % interval; the change itself where no standard error was recorded, or none is finite."""
+        change, se = self.perplexity_change, self.change_se
+        half = NORMAL_95 * se if se is not None and math.isfinite(se) else 0.0
+        return change - half, change + half
 
 
 Evidence = Attribution | Quality

@@ -89,7 +89,16 @@ def qualities(
                 float(kl.mean()), float(kl.sort().values[math.ceil(0.99 * len(kl)) - 1]), float(kl.max()),
                 float(same.double().mean()), float(surprise[1].mean().exp()), float(surprise[0].mean().exp()),
                 machine("cpu"), datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                _change_se(surprise[0], surprise[1]),
             )  # fmt: skip
+
+
+def _change_se(reference: Tensor, own: Tensor) -> float:
+    """Standard error of exp(mean(own − reference)) − 1, token by token: both saw the same text. NaN for one token."""
+    apart = own - reference
+    if len(apart) < 2:
+        return math.nan
+    return float(apart.mean().exp() * apart.std() / math.sqrt(len(apart)))
 
 
 def passes(recipes: int, lengths: Sequence[int], layers: int) -> int:

@@ -120,6 +120,15 @@ def test_figures_are_those_of_torch(told: tuple[list[Quality], list[str]]) -> No
     assert found.perplexity == pytest.approx(float(cross_entropy(q[:-1], ids[1:]).exp()), rel=1e-4)
     assert found.reference_perplexity == pytest.approx(float(cross_entropy(p[:-1], ids[1:]).exp()), rel=1e-4)
     assert found.top1_agreement == float((p.argmax(-1) == q.argmax(-1)).double().mean())
+    # The standard error is what drawing the text's tokens again, with their places, makes of the change.
+    apart = -(q - p)[:-1].gather(1, ids[1:, None])[:, 0]
+    draws = torch.randint(len(apart), (20_000, len(apart)), generator=torch.Generator().manual_seed(0))
+    again = apart[draws].mean(1).exp()
+    assert found.change_se is not None
+    expected = float(again.std()) * (len(apart) / (len(apart) - 1)) ** 0.5
+    assert found.change_se == pytest.approx(
+        expected, rel=6 / (2 * 20_000) ** 0.5
+    )  # six standard errors of a std
 
 
 def test_scores_that_overflow_lose_every_position_that_reads_them() -> None:

@@ -102,6 +102,27 @@ def test_a_model_that_loses_more_than_the_stated_quality_decides_against(perplex
     assert recommend(material(found=[quality(perplexity=20.19)]), "fp8_e4m3").verdict is Verdict.RECOMMENDED
 
 
+@pytest.mark.parametrize(
+    ("change", "se", "verdict"),
+    [
+        (0.02, 0.004, Verdict.NOT_RECOMMENDED),  # 1.2 to 2.8 %
+        (0.02, 0.006, Verdict.WITH_CONDITIONS),  # 0.8 to 3.2 %
+        (0.005, 0.004, Verdict.WITH_CONDITIONS),  # −0.3 to 1.3 %
+        (0.005, 0.002, Verdict.RECOMMENDED),
+        (0.0101, None, Verdict.NOT_RECOMMENDED),  # recorded without: by the change alone
+        (0.0101, math.nan, Verdict.NOT_RECOMMENDED),
+    ],
+)
+def test_a_rise_of_perplexity_decides_by_the_whole_of_its_interval(
+    change: float, se: float | None, verdict: Verdict
+) -> None:
+    found = recommend(material(found=[quality(perplexity=20 * (1 + change), change_se=se)]), "fp8_e4m3")
+    assert found.verdict is verdict
+    assert (verdict is Verdict.RECOMMENDED) or "perplexity" in found.reasons[0]
+    if verdict is Verdict.WITH_CONDITIONS:
+        assert "more text can tell whether that is over 1%" in found.reasons[0]
+
+
 CONDITIONS = {
     "hard": (made("magnitude/far", "fp8_e4m3", **BROKEN), "keep inputs away from magnitude/far: saturation in q"),
     "failure": (made("normal/odd", "fp8_e4m3", status=Status.FAIL), "not with naive_masked: it fails on normal/odd"),

@@ -72,10 +72,16 @@ def quality_rows(found: Iterable[Quality]) -> list[list[str]]:
     return [
         [
             words.clean(q.recipe), str(q.tokens), _number(q.kl_mean), _number(q.kl_p99), _number(q.kl_max),
-            f"{100 * q.top1_agreement:.2f} %", f"{q.perplexity:.4f}", f"{100 * q.perplexity_change:+.2g} %",
+            f"{100 * q.top1_agreement:.2f} %", f"{q.perplexity:.4f}", _change(q),
         ]
         for q in found
     ]  # fmt: skip
+
+
+def _change(q: Quality) -> str:
+    low, high = q.change_range
+    half = f" ± {50 * (high - low):.2g}" if high > low else ""
+    return f"{100 * q.perplexity_change:+.2g}{half} %"
 
 
 def quality_heading(found: Sequence[Quality]) -> str:

@@ -84,9 +84,6 @@ def _card(m: Material, r: Recommendation) -> Card:
         shown.append(("KV cache, modelled", figures.signed_share(size / base - 1, 0).text))
     if compared and seconds and base_seconds:
         shown.append(("decode step, modelled", figures.signed_share(seconds / base_seconds - 1, 0).text))
-    shown += [
-        (f"perplexity, {q.tokens} tokens", figures.signed_share(q.perplexity_change).text)
-        for q in m.quality(recipe)
-    ]
+    shown += [(f"perplexity, {q.tokens} tokens", figures.change(q).text) for q in m.quality(recipe)]
     role = "baseline" if not compared else "candidate"
     return Card(recipe, r.verdict.words, r.verdict.value, role, tuple(shown), r.reasons)

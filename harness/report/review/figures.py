@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from harness.cost.units import show_bytes, show_ratio, show_time
+from harness.evidence import Quality
 from harness.records import Status
 from harness.report import words
 from harness.report.model import Pooled
@@ -34,8 +35,16 @@ def share(value: float, digits: int = 1) -> Value:
     return Value(words.NONE if math.isnan(value) else f"{value:.{digits}%}", _key(value))
 
 
-def signed_share(value: float, digits: int = 2) -> Value:
-    return Value(words.NONE if math.isnan(value) else minus(f"{value:+.{digits}%}"), _key(value))
+def signed_share(value: float, digits: int = 2, half: float = 0.0) -> Value:
+    """`half`: of its interval, where it has one."""
+    text = minus(f"{value:+.{digits}%}") + (f" ± {half:.{digits}%}" if half > 0 else "")
+    return Value(words.NONE if math.isnan(value) else text, _key(value))
+
+
+def change(q: Quality) -> Value:
+    """Of perplexity, with half of its 95 % interval."""
+    low, high = q.change_range
+    return signed_share(q.perplexity_change, half=(high - low) / 2)
 
 
 def minus(text: str) -> str:

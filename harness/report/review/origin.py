@@ -139,6 +139,6 @@ def _quality(q: Quality) -> list[Value | str]:
     return [
         q.model, q.text, Value(str(q.tokens), q.tokens), q.recipe,
         Value(f"{q.perplexity:.4g}", None if math.isnan(q.perplexity) else q.perplexity),
-        figures.signed_share(q.perplexity_change), figures.share(q.top1_agreement, 2),
+        figures.change(q), figures.share(q.top1_agreement, 2),
         *(figures.error(x) for x in (q.kl_mean, q.kl_p99, q.kl_max)),
     ]  # fmt: skip

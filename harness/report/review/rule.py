@@ -26,10 +26,11 @@ RULE = (
     "NOT RECOMMENDED where, on real activations, its precision is FAIL (values are lost to the format, or the expected"
     f" error is more than {ERROR_TIMES:g} × that of ideal scales) or no implementation passes every case; or where a"
     f" model's perplexity rises by more than {QUALITY_LOSS:.0%} (MLPerf Inference asks for 99 % of the reference's"
-    " quality).",
+    " quality), by the whole of its 95 % interval over the text's tokens.",
     "WITH CONDITIONS where nothing of that holds, but its precision is FAIL on a hard case; an implementation fails"
     " somewhere, and no listed deviation explains it; numbers overflow, saturate, stagnate, become NaN or lose"
     " probability mass on real activations in an implementation that passes; a real case is INCONCLUSIVE; a model's"
+    f" perplexity may rise by more than {QUALITY_LOSS:.0%}, by its interval; its"
     f" likeliest token differs at more than {QUALITY_LOSS:.0%} of positions; or its error on real activations is more"
     f" than {ERROR_TIMES:g} × the baseline's and what that does to a model was not measured.",
     "RECOMMENDED otherwise. The baseline is judged by the same rule.",
@@ -87,8 +88,8 @@ def _against(m: Material, recipe: str) -> Iterator[str]:
     if not _passing(m, recipe):
         yield "no implementation passes every real case"
     for q in m.quality(recipe):
-        if not q.perplexity_change <= QUALITY_LOSS:  # NaN too
-            yield f"perplexity {_percent(q.perplexity_change)} over {_text(q)}"
+        if not q.change_range[0] <= QUALITY_LOSS:  # NaN too
+            yield f"perplexity {_change(q)} over {_text(q)}"
 
 
 def _conditions(m: Material, recipe: str) -> Iterator[str]:
@@ -146,6 +147,10 @@ def _ranges(m: Material, recipe: str) -> Iterator[str]:
 
 def _quality(m: Material, recipe: str) -> Iterator[str]:
     measured = m.quality(recipe)
+    for q in measured:
+        low, high = q.change_range
+        if low <= QUALITY_LOSS < high:
+            yield f"perplexity {_change(q)} over {_text(q)}: more text can tell whether that is over {QUALITY_LOSS:.0%}"
     differing = [q for q in measured if not 1 - q.top1_agreement <= QUALITY_LOSS]
     if differing:
         worst = min(differing, key=lambda q: -math.inf if math.isnan(q.top1_agreement) else q.top1_agreement)
@@ -160,8 +165,11 @@ def _text(q: Quality) -> str:
     return f"{q.tokens} tokens of {q.text} with {q.model}"
 
 
-def _percent(change: float) -> str:
-    return f"{change:+.2%}" if math.isfinite(change) else f"changes by {change}"
+def _change(q: Quality) -> str:
+    change, (low, high) = q.perplexity_change, q.change_range
+    if not math.isfinite(change):
+        return f"changes by {change}"
+    return f"{change:+.2%}" + (f" ± {(high - low) / 2:.2%}" if high > low else "")
 
 
 def _named(names: list[str]) -> str:
