@@ -21,7 +21,7 @@ from harness.by_head import (
 from harness.compare import Target, unravel
 from harness.diagnosis import NOTHING, diagnose
 from harness.directions import Call
-from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form
+from harness.error_model import BLACK_BOX, SERIAL, WHOLE, Expectation, Form, form_of
 from harness.finite import all_finite
 from harness.floor import Floors
 from harness.formats import get_format
@@ -211,10 +211,10 @@ class Docket:
 
     def _whole(self) -> tuple[Tensor, Tensor]:
         """Variance and ceiling of whole rows. Which values of P are exact depends on a kernel's blocks, and those of a
-        black box are not known: where a block's own max is rounded, whole rows say how much. Nor is it known whether it
-        adds its keys up one by one."""
-        (expected,) = self.expected([SERIAL])
-        return expected.variance, expected.ceiling
+        black box are not known: where a block's own max is rounded, whole rows say how much, and parts that are merged
+        where weights are. Nor is it known whether it adds its keys up one by one."""
+        whole, parts = self.expected([SERIAL, form_of("split_kv")])
+        return torch.maximum(whole.variance, parts.variance), torch.maximum(whole.ceiling, parts.ceiling)
 
     def judgement(
         self, out: Tensor, verdict: Verdict, lse: Tensor | None, form: Form, hazards: tuple[Hazard, ...],

@@ -69,12 +69,17 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)  # mkstemp gives 0600, which a CI artifact step cannot read
+        os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
+
+
+def _mode(target: Path) -> int:
+    """That of the file which is replaced; mkstemp gives a new one 0600, which a CI artifact step cannot read."""
+    return target.stat().st_mode & 0o777 if target.is_file() else 0o644
 
 
 def _standing(path: Path) -> IO[bytes] | None:

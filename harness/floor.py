@@ -93,8 +93,18 @@ class Floors:
         error, (least, of) = whole(own), min((whole(squares), name) for squares, name in found)
         lost = lost_bits(error, least, of) if least > 0 and error > ONE_BIT * least else ""
         if not lost and own.shape[0] * own.shape[1] > 1:
-            lost = _lost_head(own, min(found, key=lambda x: whole(x[0])), size)
+            lost = _lost_head(own, min(found, key=lambda x: whole(x[0])), size, self._samples)
         return Floor(error, least, of, lost)
+
+    def _samples(self, b: int, h: int) -> int:
+        """How many rows' worth of roundings a head's error holds: as many rows as carry it, each one sample, since a
+        score that is off moves all channels. Rows that read the same stored values alike share their errors, and then
+        it is the channels that carry it, times the effective rank of the error, (Σσ²)² ÷ Σσ⁴."""
+        e = finite_or_zero(self.truth.out[b, h] - self.exact_truth.out[b, h]) / self._unit[b, h]
+        gram = e.mT @ e if e.shape[0] > e.shape[1] else e @ e.mT
+        rank = _effective(gram.diagonal().sum(), gram.square().sum())
+        rows, channels = (_effective(x.sum(), x.square().sum()) for x in (e.square().sum(n) for n in (1, 0)))
+        return max(1, int(min(rows, rank * channels)))
 
     @cached_property
     def _exact_out(self) -> Tensor:
@@ -189,11 +199,13 @@ class Floors:
         return apart + self._squares_of_variance(finite_or_zero(e.variance) / up / up)
 
 
-def _lost_head(own: Tensor, floor: tuple[Tensor, str], size: Tensor) -> str:
+def _lost_head(
+    own: Tensor, floor: tuple[Tensor, str], size: Tensor, samples: Callable[[int, int], int]
+) -> str:
     """What to say of the head that errs most beyond its own floor, or that of half of the heads; "" for none.
 
-    The errors of a head are one draw of roundings: by chance they may be as much larger than expected as over so many
-    rows one of these heads is, with a probability of `significance.ALPHA`.
+    The errors of a head are one draw of roundings: by chance they may be as much larger than expected as one of these
+    heads is over so many `samples`, with a probability of `significance.ALPHA`.
     """
     heads = size.sum(2)
     known = heads > 0
@@ -203,16 +215,17 @@ def _lost_head(own: Tensor, floor: tuple[Tensor, str], size: Tensor) -> str:
     over = torch.where(f > 0, a / f, 0.0)
     told, most = "", 1.0
     for b, h in (over > ONE_BIT**2).nonzero().tolist():
-        rows = own[b, h]
-        alike = int(
-            float(rows.sum()) ** 2 / float(rows.square().sum())
-        )  # rows that hold the error, if all did alike
-        chance = ratio_limit(max(1, alike), int(known.sum()), 1.0)
+        chance = ratio_limit(samples(b, h), int(known.sum()), 1.0)
         beyond = math.sqrt(float(over[b, h])) / (ONE_BIT * chance)
         if beyond > most:
             said = lost_bits(math.sqrt(float(a[b, h])), math.sqrt(float(f[b, h])), floor[1])
             told, most = f"in head b={b} h={h}, which the whole hides, {said}", beyond
     return told
+
+
+def _effective(total: Tensor, squares: Tensor) -> float:
+    """How many equal numbers have this sum and this sum of squares; 0 for none."""
+    return float(total) ** 2 / float(squares) if squares > 0 else 0.0
 
 
 def _power_over(x: Tensor) -> Tensor:

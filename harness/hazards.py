@@ -126,7 +126,7 @@ def predict_sums(
     """Row sums and accumulators as they are at the end: Σ P·V is o, times the row sum where that divides it last."""
     top = truth.row_max if sinks is None else torch.maximum(truth.row_max, sinks.double()[:, None])
     mass = finite_or_zero((truth.lse - top).exp()[..., None])
-    yield from _foreseen_in(recipe, "row_sum", mass * (recipe.p_scale if recipe.row_sum == "after" else 1.0))
+    yield from _foreseen_in(recipe, "row_sum", mass)  # P's factor is taken off before it is summed
     last, fmt = truth.out.abs() * (mass if recipe.normalise == "late" else 1.0), recipe.format_of("acc")
     held = last * recipe.p_scale
     if v_scale is not None and max(v_scale.shape[2:]) == 1:  # else it is applied before the sum

@@ -141,7 +141,9 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
     gross = b.alive_gross if counted else b.gross[0]
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
-    out = (weight * gross).add_(held / recipe.p_scale / l)
+    # A sum that is divided first, in a row or in each of its parts, is held at the output's own size.
+    divided = l if form.arrangement == "stream" or not form.normalises_early(recipe) else 1.0
+    out = (weight * gross).add_(held / recipe.p_scale / (1.0 if form.arrangement == "split" else divided))
     # V itself may be subnormal: each product and sum is on the base's spacing, and the quotient with its factors.
     scale = b.heads.scale("v")
     factor = max(1.0, 1 / recipe.p_scale, 1.0 if scale is None else float(scale.max()))

@@ -18,7 +18,7 @@ from harness.error_model.block import Block
 from harness.error_model.form import Form, rounded, roundoff, spacing, within
 from harness.error_model.problem import CHUNK, NEGLIGIBLE
 from harness.error_model.running import C2, Groups, binade, power
-from harness.error_model.together import together
+from harness.error_model.together import Rows, together
 from harness.finite import all_finite
 from harness.formats import FloatFormat, get_format
 from harness.recipe import Recipe
@@ -217,7 +217,7 @@ class _Spread(Groups):
         noise, lost = self._cast(fmt, factor, kappa, exact_top)
         own = b.about(noise, point)
         self.var += own
-        more = together(b, partial(self._moved, fmt, factor * kappa), own, point)
+        more = together(b, partial(self._moved, fmt, factor * kappa), own, point, fmt.precision)
         if more is not None:
             self.var += more
         if point is not None:
@@ -251,7 +251,7 @@ class _Spread(Groups):
             lost = excess if lost is None else lost + excess
         return noise, lost
 
-    def _moved(self, fmt: FloatFormat, unit: Tensor, rows: slice) -> Tensor:
+    def _moved(self, fmt: FloatFormat, unit: Tensor, rows: Rows) -> Tensor:
         """What rounding unit·p moves each p by. 0 where it is lost, which `_cast` tells."""
         p, unit = self.b.p[:, rows], self._per_key(unit[:, rows])
         x = p * unit
@@ -345,4 +345,7 @@ class _Spread(Groups):
             self.var += relative * b.o2
             self.lse += relative
         if acc is not None and self.form.arrangement == "whole":
-            self.var += C2 * acc.unit_roundoff**2 * b.o2
+            # Held are codes of V times P's factor, and the row sum where that divides last.
+            unit = r.p_scale / self._v_scale() * (1.0 if self.early else (b.l / self.drop).double())
+            own = torch.maximum(C2 * acc.unit_roundoff**2 * b.o2, (acc.min_subnormal / unit) ** 2 / 12)
+            self.var += own if b.nonzero is None else own.where(b.nonzero, 0.0)

@@ -26,6 +26,7 @@ ANEW = (
     f"take it from version control again, or remove it and run {UPDATE}"  # which reads the one that is there
 )
 KIND = "baseline"
+COUNTED_SINCE = 3  # minor schema
 _FIGURES = ("rmse", "rel_l2", "truth_rms", "ratio", "mismatches")
 _COUNTS = ("status", "precision", "hazards")
 
@@ -52,7 +53,7 @@ class Baseline:
 @dataclass(frozen=True)
 class _Head:
     machine_class: str
-    cells: int = 0  # 0: unknown
+    cells: int = 0  # 0 before schema 1.3: unknown
     history: tuple[Change, ...] = ()
     kind: str = KIND
     schema: str = field(default=SCHEMA)
@@ -74,6 +75,11 @@ def make_baseline(
     head = _Head(class_of(cells.values()), len(cells), (*(earlier.history if earlier else ()), change))
     lines = [json.dumps(asdict(head), ensure_ascii=False), *(_line(cells[key]) for key in sorted(cells))]
     return "".join(line + "\n" for line in lines)
+
+
+def _minor(schema: str) -> int:
+    minor = schema.partition(".")[2].partition(".")[0]
+    return int(minor) if minor.isdecimal() else 0
 
 
 def class_of(cells: Iterable[Pooled]) -> str:
@@ -113,7 +119,8 @@ def baseline_in(data: bytes, path: Path | str) -> Baseline:
         if cell.key in cells:
             raise ValueError(f"{where} repeats {cell}; {ANEW}")
         cells[cell.key] = cell
-    if head.cells not in (0, len(cells)):
+    counted = head.cells or _minor(head.schema) >= COUNTED_SINCE
+    if counted and head.cells != len(cells):
         raise ValueError(f"{path} holds {len(cells)} cells where its first line says {head.cells}; {ANEW}")
     if not head.machine_class and any(cell.machine_class for cell in cells.values()):
         raise ValueError(f"{path} has lost its first line, with the class of machine; {ANEW}")
