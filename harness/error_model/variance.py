@@ -25,6 +25,7 @@ from harness.recipe import Recipe
 from harness.rounding import round_to
 
 VANISHING = 1e-30  # far below any e^NEGLIGIBLE / l
+_SCORES = ("scores_raw", "scores", "shifted")
 LINEAR = 0.03  # of σ² of a score: up to here p changes in proportion to its error
 
 
@@ -148,9 +149,26 @@ class _Spread(Groups):
         else:
             weights = noise.mul_(b.p2)
         mass = weights.sum(-1, keepdim=True).double() * (C2 * unit)
-        if self.fine or coarse:
-            return b.about(weights, b.o) * (C2 * unit), mass
-        return mass * self._mean_square(b.o), mass
+        if not (self.fine or coarse):
+            return mass * self._mean_square(b.o), mass
+        var = b.about(weights, b.o) * (C2 * unit)
+        if coarse and b.plain and not factors:
+            bits = min(f.precision for s in _SCORES if (f := rounded(r, s)) is not None)
+            more = together(b, self._moved_scores, var, b.o, bits)
+            var = var if more is None else var + more
+        return var, mass
+
+    def _moved_scores(self, rows: Rows) -> Tensor:
+        """What storing plain scores moves each p by, to first order: equal keys have equal scores, rounded alike. What
+        all keys of a row share has no effect."""
+        b, raw, stored, shifted = self.b, *(rounded(self.recipe, s) for s in _SCORES)
+        d, m = b.d[:, rows], b.m[:, rows]
+        x = d + m
+        x = x if raw is None or not b.scale else round_to(x / b.scale, raw, "saturate") * b.scale
+        x = x if stored is None else round_to(x, stored, "saturate")
+        x = x - x.masked_fill(b.p[:, rows] == 0, -math.inf).amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        x = x if shifted is None else round_to(x, shifted, "saturate")
+        return (x - d).clamp_(-1.0, 1.0).mul_(b.p[:, rows])
 
     def _tempered(self, noise: Tensor, unit: float) -> Tensor:
         """Weights p²σ² where σ is no longer small: another key may win the row.
