@@ -71,7 +71,9 @@ def _replacing(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.chmod(temporary, _mode(target))
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename == temporary:  # a folder stands there
+            error.filename, error.filename2 = str(target), None
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise

@@ -510,3 +510,15 @@ def test_removing_any_one_cell_is_caught(drawn: list[tuple[float, float, str]], 
     assert outcome.exit_code == 1
     assert len(outcome.vanished) == 1
     assert outcome.vanished[0].startswith(gone)
+
+
+def test_baseline_of_the_present_schema_says_how_many_cells_it_holds(tmp_path: Path) -> None:
+    path = tmp_path / "b.jsonl"
+    head, *cells = make_baseline([record(), record(case="smoke/other")]).splitlines(keepends=True)
+    fields = json.loads(head)
+    del fields["cells"]
+    path.write_text(json.dumps(fields) + "\n" + cells[0], encoding="utf-8")
+    with pytest.raises(ValueError, match="holds 1 cells where its first line says 0"):
+        read_baseline(path)
+    path.write_text(json.dumps(fields | {"schema": "1.2"}) + "\n" + cells[0], encoding="utf-8")
+    assert len(read_baseline(path).cells) == 1

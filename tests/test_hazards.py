@@ -479,3 +479,10 @@ def test_a_sink_that_is_the_row_maximum_leaves_the_row_sum_at_1() -> None:
     assert "row_sum" in [
         h.stage for h in predict(truth, recipe)
     ]  # e^20 keys, were the largest score the maximum
+
+
+def test_the_factor_of_p_is_no_part_of_the_row_sum() -> None:
+    recipe = Recipe("x", at={"row_sum": "fp16"}, p_scale=256.0, row_sum="after")
+    qkv = flat(512, 1.0)
+    assert not foresee(qkv, recipe)
+    assert not observe("naive_masked", qkv, Shape(1, 2, 1, 4, kv_len=512), recipe)

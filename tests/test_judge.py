@@ -398,15 +398,56 @@ def test_flat_attention_under_fp8_is_no_failure() -> None:
             assert 0.5 < judged.margins.ratio < 1.2
 
 
-def test_repeated_keys_are_no_failure() -> None:
-    """Equal keys have equal weights, which every format moves alike."""
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 4, 64, 32, generator=g) for _ in "qkv")
-    k, v = k[:, :, :4].repeat(1, 1, 64, 1), v.repeat(1, 1, 4, 1) + 3
-    for recipe in ("bf16", "fp8_e4m3", "mxfp8"):
-        out = harness.get("naive_masked").run(q, k, v, recipe=recipe, quantize=True).out
-        judged = harness.judge(out, q, k, v, recipe=recipe, quantize=True, form=form_of("naive_masked"))
+@pytest.mark.parametrize(("name", "recipe"), [
+    *(("online_softmax", r) for r in ("fp32", "bf16", "bf16_eager", "fp16_eager", "fp8_e4m3", "mxfp8")),
+    *(("split_kv", r) for r in ("fp32", "bf16", "fp8_e4m3", "mxfp8"))])  # fmt: skip
+def test_repeated_keys_are_no_failure(name: str, recipe: str) -> None:
+    """Equal keys have equal scores and weights, which every format moves alike, and equal addends."""
+    for seed, width in enumerate((8, 64)):
+        g = torch.Generator().manual_seed(seed)
+        q, base = (torch.randn(1, 2, n, width, generator=g) for n in (256, 3))
+        which = torch.randint(0, 3, (512,), generator=g)
+        k = 1.5 * base[:, :, which]
+        v = 0.2 * torch.randn(1, 2, 512, width, generator=g) + base.flip(2)[:, :, which]
+        out = harness.get(name).run(q, k, v, recipe=recipe, quantize=True).out
+        judged = harness.judge(out, q, k, v, recipe=recipe, quantize=True, form=form_of(name))
         assert judged.status is Status.PASS, (recipe, str(judged))
+
+
+@pytest.mark.parametrize(("rows", "flat"), [(256, (100, 132)), (1024, (500, 516))])
+@pytest.mark.parametrize("recipe", ["fp8_e4m3", "mxfp8"])
+def test_a_few_flat_rows_among_others_are_no_failure(rows: int, flat: tuple[int, int], recipe: str) -> None:
+    """The mean of a head does not show them, and its yardstick looks at 32 rows and at each."""
+    for seed in range(2):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 2, rows, 64, generator=g) for _ in "qkv")
+        q[:, :, slice(*flat)] *= 0.01
+        v = v + 1
+        out = harness.get("online_softmax").run(q, k, v, recipe=recipe, quantize=True).out
+        for form in ({"form": form_of("online_softmax")}, {}):
+            judged = harness.judge(out, q, k, v, recipe=recipe, quantize=True, **form)
+            assert judged.status is Status.PASS, str(judged)
+
+
+@pytest.mark.parametrize("name", ["naive_masked", "split_kv", "online_softmax"])
+@pytest.mark.parametrize("size", [1e-4, 1e-6])
+def test_an_accumulator_in_subnormals_is_held_to_their_spacing(name: str, size: float) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 128, 8, generator=g) for _ in "qkv")
+    out = harness.get(name).run(q, k, v * size, recipe="fp16_eager", quantize=True).out
+    for form in ({"form": form_of(name)}, {}):
+        judged = harness.judge(out, q, k, v * size, recipe="fp16_eager", quantize=True, **form)
+        assert judged.status is Status.PASS, str(judged)
+
+
+def test_a_kernel_that_merges_parts_is_right_without_saying_so() -> None:
+    for seed, recipe in enumerate(("fp8_e4m3", "mxfp8", "fp8_e4m3_hadamard")):
+        g = torch.Generator().manual_seed(seed)
+        q, k, v = (torch.randn(1, 2, 256, 64, generator=g) for _ in "qkv")
+        q, v = q * 0.01, v + 1
+        out = harness.get("split_kv").run(q, k, v, recipe=recipe, quantize=True).out
+        judged = harness.judge(out, q, k, v, recipe=recipe, quantize=True)
+        assert judged.status is Status.PASS, str(judged)
 
 
 @pytest.mark.parametrize("tiny", [1e-19, 1e-30])

@@ -235,3 +235,20 @@ def test_hazard_says_where_and_how_far() -> None:
     )
     assert OVERFLOW.share == 12 / 4096
     assert dataclasses.replace(OVERFLOW, total=0).share == 0.0
+
+
+@pytest.mark.skipif(os.name != "posix", reason="modes are POSIX's")
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path: Path) -> None:
+    (tmp_path / "f").write_text("old")
+    (tmp_path / "f").chmod(0o600)
+    files.write_atomically(tmp_path / "f", "new")
+    assert (tmp_path / "f").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "d").mkdir()
+    with pytest.raises(OSError, match="directory") as caught:
+        files.write_atomically(tmp_path / "d", "text")
+    assert caught.value.filename == str(tmp_path / "d")
+    assert not list((tmp_path / "d").iterdir())
+    assert os.listdir(tmp_path) == ["d"]

@@ -324,6 +324,10 @@ class _Spread(Groups):
             first, second = self._partial_sums(self.chunk)
             rows = 4 + n / 768
             of_o, of_terms = rows + (factors + (not self.early)), torch.full_like(n, extra + self.early)
+        if (
+            self.fine
+        ):  # equal addends are rounded alike at each step, as long as their sum stays in one binade
+            first, second = first * b.heads.repeats, second * b.heads.repeats
         self.inner = (first, second)
         self.square = square
         if self.form.arrangement != "split":

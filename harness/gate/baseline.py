@@ -104,7 +104,7 @@ def baseline_in(data: bytes, path: Path | str) -> Baseline:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a baseline: not UTF-8; {ANEW}") from None
     cells: dict[Key, Pooled] = {}
-    head = _Head("")
+    head = _Head("", schema="1.0")  # older ones had no first line
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
