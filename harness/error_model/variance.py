@@ -166,7 +166,10 @@ class _Spread(Groups):
         x = d + m
         x = x if raw is None or not b.scale else round_to(x / b.scale, raw, "saturate") * b.scale
         x = x if stored is None else round_to(x, stored, "saturate")
-        x = x - x.masked_fill(b.p[:, rows] == 0, -math.inf).amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        top = m  # a sink is stored apart, and may be the maximum
+        if b.sink is None:
+            top = x.masked_fill(b.p[:, rows] == 0, -math.inf).amax(-1, keepdim=True).nan_to_num(0.0, 0.0, 0.0)
+        x = x - top
         x = x if shifted is None else round_to(x, shifted, "saturate")
         return (x - d).clamp_(-1.0, 1.0).mul_(b.p[:, rows])
 
