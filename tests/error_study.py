@@ -26,7 +26,7 @@ DATA = {
     "normal": Draw(), "q × 3": Draw("normal", {"q": 3.0}), "q × 8": Draw("normal", {"q": 8.0}),
     "V mean 1": Draw("normal", {"v_mean": 1.0}), "outliers": Draw("outliers"),
     "channel outliers": Draw("channel_outliers"), "heavy first key": Draw("heavy_key"), "tied maxima": Draw("tied"),
-    "uniform offset": Draw("uniform"), "flat, V mean 1": Draw("normal", {"q": 0.01, "v_mean": 1.0}),
+    "uniform offset": Draw("uniform"), "flat + V mean 1": Draw("normal", {"q": 0.01, "v_mean": 1.0}),
 }  # fmt: skip
 RECIPES = (
     "fp32", "bf16", "fp16", "fp8_e4m3", "fp8_e4m3_unscaled", "fp8_kv", "bf16_eager", "fp16_eager", "fp16_eager_clamped",
