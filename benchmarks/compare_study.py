@@ -104,7 +104,7 @@ def checkouts(i: int) -> list[tuple[str, Paired]]:
         for j in range(EACH):
             name = list(CELLS)[j % len(CELLS)]
             measure = partial(between, a, b, name, problem(CELLS[name], EACH * i + j))
-            found.append((name, repeated(measure, lambda: (a.renew(), b.renew()))))
+            found.append((name, repeated(measure, lambda: (a.close(), b.close()))))
     return found
 
 

@@ -90,10 +90,11 @@ class Floors:
         def whole(squares: Tensor) -> float:
             return math.sqrt(float((squares * weight).sum()) / float((size * weight).sum()))
 
-        error, (least, of) = whole(own), min((whole(squares), name) for squares, name in found)
+        best = min(found, key=lambda x: whole(x[0]))
+        error, least, of = whole(own), whole(best[0]), best[1]
         lost = lost_bits(error, least, of) if least > 0 and error > ONE_BIT * least else ""
         if not lost and own.shape[0] * own.shape[1] > 1:
-            lost = _lost_head(own, min(found, key=lambda x: whole(x[0])), size, self._samples)
+            lost = _lost_head(own, best, size, self._samples)
         return Floor(error, least, of, lost)
 
     def _samples(self, b: int, h: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from harness.spec import AttentionSpec, Shape
 
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 TOKENS_FIRST = "as [B, L, H, D] they fit: give them with transpose(1, 2), or in a file the option layout bshd"
+KEY_CHANNELS = 8  # of a row, of which a number is made that tells it from others
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
@@ -199,6 +201,15 @@ def shown(x: Any) -> str:
     if not isinstance(x, Tensor):
         return repr(x)
     return str(x.tolist()) if x.dim() == 1 and x.numel() <= 16 else f"{x.dtype} {tuple(x.shape)}"
+
+
+def row_numbers(x: Tensor) -> Tensor:
+    """A number of each row of `[..., E]`, FP64, made of a few of its channels: equal rows have equal ones, element by
+    element in one order, and rows that differ there nearly never do."""
+    number = x.new_zeros(x.shape[:-1], dtype=torch.float64)
+    for c in range(min(x.shape[-1], KEY_CHANNELS)):
+        number = number * math.pi + x[..., c]
+    return number
 
 
 def squares_fit_fp32(v: Tensor) -> bool:

@@ -16,6 +16,7 @@ from harness.compare import Target, unravel
 from harness.directions import Call
 from harness.finite import all_finite, argmax
 from harness.formats import get_format
+from harness.operands import row_numbers
 from harness.rounding import round_to, ulp
 from harness.significance import (
     ratio_limit,
@@ -23,7 +24,6 @@ from harness.significance import (
 )  # fmt: skip
 
 BLOCK_ROWS = 32
-KEY_CHANNELS = 8  # of a row, of which a number is made that tells it from others
 FEW_CHANNELS = 32  # below which rows that are rounded alike leave too few samples
 
 
@@ -224,15 +224,11 @@ def _first_of_like(rows: Tensor) -> Tensor:
 
 
 def _all_differ(x: Tensor) -> bool:
-    """Whether no two rows of a head of `[B, H, L, E]` can be equal, seen from a sum of a few of their channels: equal
-    rows have equal sums, element by element in one order, so that a sort of one number a row settles most calls. False
-    where some are not finite."""
+    """Whether no two rows of a head of `[B, H, L, E]` can be equal, seen from one number a row, whose sort settles most
+    calls. False where some are not finite."""
     if not x.numel():
         return True
-    key = x[..., 0].double()
-    for c in range(1, min(x.shape[3], KEY_CHANNELS)):
-        key = key * math.pi + x[..., c]
-    low, high = torch.aminmax(key.sort(-1).values.diff(dim=-1))
+    low, high = torch.aminmax(row_numbers(x).sort(-1).values.diff(dim=-1))
     return low.item() > 0 and math.isfinite(high.item())
 
 

@@ -103,14 +103,20 @@ def test_a_part_for_which_the_recipe_promises_nothing_has_no_name() -> None:
 # --- where P is normalised --------------------------------------------------------------------------------------------
 
 
-def normalised(case: Made, early: bool, p_scale: float | None = None) -> Tensor:
-    """Whole rows in FP32 on torch alone, P cast after or before it is divided by its sum."""
+def scores(case: Made) -> tuple[Tensor, Tensor]:
+    """Scores `[B, H, L, S]`, −∞ where hidden, and V of every query head, in FP32."""
     q, k, v = (x.values.float() for x in case.stored)
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = q @ k.mT * q.shape[-1] ** -0.5
     if case.spec.causal:
         s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    return s, v
+
+
+def normalised(case: Made, early: bool, p_scale: float | None = None) -> Tensor:
+    """Whole rows in FP32 on torch alone, P cast after or before it is divided by its sum."""
+    s, v = scores(case)
     p = torch.exp(s - s.amax(-1, keepdim=True))
     total = p.sum(-1, keepdim=True)
     scale = case.recipe.p_scale if p_scale is None else p_scale
@@ -171,12 +177,7 @@ def test_the_advice_of_another_place_to_normalise_p_holds(recipe: str) -> None:
 
 def weighed(case: Made) -> tuple[Tensor, Tensor]:
     """P `[B, H, L, S]` and V of every query head, in FP32."""
-    q, k, v = (x.values.float() for x in case.stored)
-    group = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    s = q @ k.mT * q.shape[-1] ** -0.5
-    if case.spec.causal:
-        s = s.masked_fill(~torch.ones(s.shape[-2:], dtype=torch.bool).tril(), -math.inf)
+    s, v = scores(case)
     return torch.softmax(s, -1), v
 
 

@@ -9,8 +9,10 @@ from typing import NamedTuple
 
 import pytest
 
+from benchmarks import compare_study
 from harness import registry
 from harness.cli import main
+from harness.timing.pairs import Paired
 
 ROOT = Path(__file__).resolve().parent.parent
 SMALL = ("--shape", "1,2,32,16", "--budget", "0.05")
@@ -158,3 +160,19 @@ def test_mistake_is_one_line_with_what_was_given_and_what_is_allowed(
     assert done.err.count("\n") == 1
     assert given in done.err
     assert allowed in done.err
+
+
+def test_the_study_of_two_checkouts_measures_again_in_fresh_processes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What no two processes repeat is looked at again by others; the study has to be able to start them."""
+
+    def twice(measure: Callable[[], Paired], renew: Callable[[], None]) -> Paired:
+        measure()
+        renew()
+        return measure()
+
+    for name, value in (("EACH", 1), ("SHORT_S", 0.2), ("repeated", twice)):
+        monkeypatch.setattr(compare_study, name, value)
+    ((_, found),) = compare_study.checkouts(0)
+    assert found.rounds >= 1

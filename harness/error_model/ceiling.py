@@ -142,8 +142,8 @@ def _least(b: Block, recipe: Recipe, form: Form, steps: int) -> tuple[Tensor, Te
     weight = (cast + every + tiny) / l
     held = (2 * steps + 1) * spacing(recipe, "acc") / 2 + (steps > 0) * spacing(recipe, "block_out") / 2
     # A sum that is divided first, in a row or in each of its parts, is held at the output's own size.
-    divided = l if form.arrangement == "stream" or not form.normalises_early(recipe) else 1.0
-    out = (weight * gross).add_(held / recipe.p_scale / (1.0 if form.arrangement == "split" else divided))
+    first = form.normalises_early(recipe) or form.arrangement == "split"
+    out = (weight * gross).add_(held / recipe.p_scale / (1.0 if first else l))
     # V itself may be subnormal: each product and sum is on the base's spacing, and the quotient with its factors.
     scale = b.heads.scale("v")
     factor = max(1.0, 1 / recipe.p_scale, 1.0 if scale is None else float(scale.max()))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from harness.finite import all_finite, finite_or_zero
-from harness.operands import Extras
+from harness.operands import Extras, row_numbers
 from harness.spec import AttentionSpec, Shape
 
 ELEMENTS = 2**20  # of one [rows, keys] buffer; about eight live at a time
@@ -20,7 +20,6 @@ BLOCK_KEYS = 2**16  # at a time where FP64 is needed
 NEGLIGIBLE = (
     -40.0
 )  # e^-40 = 4e-18 of the largest weight: below it a key is taken for weightless, its error for 0
-TOLD_APART = 8  # channels of a key, that tell it from others
 CHUNK = 192  # keys or channels that a CPU SGEMM sums in sequence before it adds the chunk's sum (MKL)
 
 
@@ -127,12 +126,8 @@ class Heads:
     def repeats(self) -> Tensor:
         """How often a key stands among the keys, on average, FP64 `[n, 1, 1]`. Told apart by a number made of a few
         channels: keys that share these and differ elsewhere are counted as one."""
-        n, keys, width = self.k.shape
-        number = self.k.new_zeros(n, keys, dtype=torch.float64)
-        for c in range(min(width, TOLD_APART)):
-            number = number * math.pi + self.k[..., c]
-        distinct = 1 + (number.sort(-1).values.diff(dim=-1) != 0).sum(-1)
-        return (keys / distinct.double())[:, None, None]
+        distinct = 1 + (row_numbers(self.k).sort(-1).values.diff(dim=-1) != 0).sum(-1)
+        return (self.k.shape[1] / distinct.double())[:, None, None]
 
     @cached_property
     def low(self) -> Tensor:
